@@ -17,10 +17,10 @@ is 10 / 4 = 2.5, but the mean of the two means 1 and 3 is 2.
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
 which brings it down to this limit. The norm is known only after the last micro-batch.
 
-TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads, and 4
-heads of keys and values (kv_dim 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the
-token that ends a document); sequences of 256 tokens; 804,224 parameters. A parameter is here one
-number; in the code it is a tensor, such as a matrix.
+TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads of head_dim
+16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352; a vocabulary of 257 (256
+bytes, and END, the token that ends a document); sequences of 256 tokens; 804,224 parameters. A
+parameter is here one number; in the code it is a tensor, such as a matrix.
 
 PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So a weight of 1 stays 1
 if an update adds 0.003 (the peak --lr), and a large sum of gradients loses its small terms.
@@ -33,10 +33,11 @@ Bytes for each parameter:
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
        4        4          -       4 + 4     16    here, in fp32: a weight is its own master
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
-       2      2 + 4        4       4 + 4     20    as here, and a bf16 gradient is kept, too
+       2      2 + 4        4       4 + 4     20    fp32 gradients, kept beside the 16-bit ones
 
-RECOMPUTATION (without --compile). Backward needs numbers from forward, the *activations*, which
-autograd saves. On a GPU in bf16, a layer saves for each token
+RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. A layer
+(common/model.py) computes x + attention(norm(x)), and then, from this x, x + down_proj(silu(gate) *
+up), where gate and up are two products with norm(x). On a GPU in bf16, it saves for each token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two RMSNorms                    512
@@ -48,7 +49,8 @@ autograd saves. On a GPU in bf16, a layer saves for each token
     n_heads + 2             log sum exp(scores) of each head, 1 / rms of each RMSNorm  10
 
 Together they take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. Attention's
-probabilities are not saved: backward computes them again from log sum exp.
+probabilities are not saved: backward computes them again from log sum exp. (With --compile, the
+compiler chooses what is saved.)
 
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
 numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numbers of the table
@@ -62,10 +64,11 @@ Notes on the table, which you can skip:
       4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
     - On a GPU in fp32, attention's probabilities are saved, too, if heads share keys.
 
-FLOPs OF A TOKEN, of matrix products alone. Each weight of a matrix costs 6: 2 in forward (multiply,
-add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In causal
-attention a token attends to about seq/2 tokens on average, so that one matrix product costs it
-2 x dim x seq/2 = seq x dim. There are seven such products:
+FLOPs OF A TOKEN, of matrix products alone, from which the MFU on the progress bar is computed. Each
+weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward (2 for the gradient of
+the input, 2 for that of the weight). In causal attention a token attends to about seq/2 tokens on
+average, so that one matrix product costs it 2 x dim x seq/2 = seq x dim. There are seven such
+products:
 
     forward 2     scores S = q k^T / sqrt(d), output o = P v, where P = softmax(S), d = head_dim
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k / sqrt(d),
@@ -300,7 +303,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
-    # Allocate memory and draw initial weights, which depend only on the seed and the model's shape
+    # Allocate memory and draw initial weights, the same in every layout
     materialize(model, config.seed, device, dtype)
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
@@ -309,8 +312,8 @@ def train(config: Config, run: Run):
     # describes these objects
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
-        # Targets that are IGNORE, such as a prompt's tokens in fine-tuning, do not count. Without
-        # any target the loss is 0 / 1
+        # Targets that are IGNORE, such as a prompt's tokens in fine-tuning, do not count. `clamp`:
+        # a batch without any target must not divide by 0
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens.to(device).split(config.micro_batch_size)
         ys = targets.to(device).split(config.micro_batch_size)

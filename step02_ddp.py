@@ -29,11 +29,12 @@ only when all gradients are there. So gradients live in a few flat buffers, the 
 1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. With
 the usual 25 MiB, all of tiny's gradients, 3.2 MB, would be one bucket.
 
-Buckets are filled roughly in the order of backward, from the head to the embedding. Each counts how
-many additions to its gradients are still to come. Tiny's first has 11 parameters: the head, the
-last norm, and layer 3's nine. On 4 ranks each rank has 8 sequences, 2 micro-batches, so the counter
-starts at 11 x 2 = 22. It reaches 0 in the backward of the last micro-batch: the all-reduce of this
-bucket starts, while backward goes on to earlier layers.
+Buckets are filled roughly in the order of backward, from the head to the embedding. Each
+micro-batch adds once to each gradient, and a bucket counts how many of these additions are still to
+come. Tiny's first has 11 parameters: the head, the last norm, and layer 3's nine. On 4 ranks each
+rank has 8 sequences, 2 micro-batches, so the counter starts at 11 x 2 = 22. It reaches 0 in the
+backward of the last micro-batch: the all-reduce of this bucket starts, while backward goes on to
+earlier layers.
 
 All ranks must start their collectives in the same order, but gradients could become complete in a
 different order on each rank. So a complete bucket waits for those before it (Li et al. 2020,
@@ -57,8 +58,8 @@ You should see step 1's losses, up to rounding (on a GPU, with --dtype fp32 for 
 It judges only the first 20 steps, because the effects of rounding grow.
 
 In runs/step02_ddp/metrics.jsonl, `sent` has the bytes of gradients and losses that rank 0 sends in
-a training step, by group, here only dp. common/comm.py computes what a ring would send in each
-collective. With --sync ring it counts the messages of gradients.
+a training step, by group, here only dp. For PyTorch's all-reduces, common/comm.py computes this by
+the law; with --sync ring it counts the messages of gradients as they are sent.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It broadcasts rank
@@ -105,7 +106,7 @@ def join_ranks(device: torch.device) -> int:
 
     `connect_ranks` calls dist.init_process_group, and raises UserError if that fails.
     """
-    if "RANK" in os.environ and not dist.is_initialized():  # tests have initialised it
+    if "RANK" in os.environ and not dist.is_initialized():  # it is initialised in tests
         if device.type == "cuda":
             # With device_id, NCCL connects the ranks at once: a bad network shows here, not later
             connect_ranks("nccl", device_id=device)
@@ -117,10 +118,7 @@ def join_ranks(device: torch.device) -> int:
 
 
 class NaiveSync:
-    """Sum the gradients one by one when backward is done.
-
-    `data_group_of` returns the group over which a parameter's gradient is summed, here mesh["dp"].
-    """
+    """Sum the gradients one by one when backward is done."""
 
     def __init__(self, model: Decoder, config: "Config", mesh: Mesh):
         self.params = list(model.parameters())
@@ -132,7 +130,8 @@ class NaiveSync:
     def finish(self):
         """Called after the last micro-batch: sum each `.grad` over the ranks."""
         for param in self.params:
-            self.sum_up(param.grad, data_group_of(param, self.mesh))
+            group = data_group_of(param, self.mesh)  # mesh["dp"], until step 5
+            self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
         """All-reduce a gradient in place."""
@@ -195,7 +194,7 @@ class Bucket:
 def fill_buckets(params: list[nn.Parameter], mesh: Mesh, limit: float) -> list[Bucket]:
     """Split params, in order, into buckets of at most `limit` bytes. A larger parameter is alone.
 
-    All gradients of a bucket are summed over the same group.
+    All gradients of a bucket are summed over the same group. (Until step 7 there is only one.)
     """
     contents: list[list[nn.Parameter]] = []  # the parameters of each bucket
     group = None  # the group of the bucket that is being filled
@@ -275,7 +274,7 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: --bucket-mb works only with --sync bucket. Step 2 ignores `zero`, a flag of step 3
+    # `needs`: --bucket-mb works only with --sync bucket. (The need for --zero 0 is for step 3)
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -298,7 +297,7 @@ def train(config: Config, run: Run):
     materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
-    # new: sums gradients over the ranks
+    # new: sums gradients over the ranks. After `Optimizer`, which sets grad_dtype
     sync = SYNCS[config.sync](model, config, mesh)
 
     # new: sync and mesh

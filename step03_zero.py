@@ -8,8 +8,10 @@ In step 2 every rank makes the same update, although AdamW updates each element 
 --zero 0, as in step 2, nothing is sharded.
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
-H. A unit is a flat buffer of n equal shards, padded with zeros if n does not divide its number of
-elements. Rank r updates shard r, which may begin or end inside a matrix: o.. continues as ..o.
+H. What one message sums or gathers is a unit: large, so that messages are few, but in stage 3 two
+units must fit into memory. A unit is a flat buffer of n equal shards, padded with zeros if n does
+not divide its number of elements. Rank r updates shard r, which may begin or end inside a matrix:
+o.. continues as ..o.
 
     unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
@@ -56,9 +58,10 @@ holds 6 bytes, and 16 are divided among the ranks.
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds two gradients, the local one, whole, and its shard of the sum: in bf16 2 + 4 whole, 4
-+ 4 + 8 divided. The paper has 4 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its
-stage 1 the sum overwrites the local gradient.
+Stage 1 holds two gradients, the local one, whole, and its shard of the sum. In bf16 it has whole
+the weight 2 and the local gradient 4, and divided the sum 4, the master 4 and the moments 8. The
+paper has 4 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its stage 1 the sum
+overwrites the local gradient.
 
 With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update. All
 weights are then whole: 2 + 18/n bytes in bf16, 4 + 16/n in fp32.
@@ -86,8 +89,8 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
 E is gathered once because its backward needs no weights, H because its backward follows its forward
-at once. The gathers of --keep overlap the first micro-batch's forward; those of stage 2, after the
-update, overlap nothing. `Zero3` says what changes if embedding and head are tied.
+at once. The gathers of --keep, but E's, overlap the first micro-batch's forward; those of stage 2,
+after the update, overlap nothing. `Zero3` says what changes if embedding and head are tied.
 
 In every stage the loss is all-reduced over dp, 4 bytes in bf16 and fp32, and the squared norm of
 the gradient over all ranks, 8 bytes.
@@ -108,9 +111,9 @@ which all-reduces whole gradients. Stage 3 is
     fully_shard(model)                           # the rest, E and H, as one unit
     for module in (*layers, model): module.set_gradient_divide_factor(1.0)      # sum, not average
 
-Over gloo, also call set_force_sum_reduction_for_comms(True). For bf16 as here, leave the model in
-fp32, which then serves as masters, and pass mp_policy=MixedPrecisionPolicy(param_dtype=bf16,
-reduce_dtype=fp32).
+Over gloo, also call set_force_sum_reduction_for_comms(True) of each. For bf16 as here, leave the
+model in fp32, which then serves as masters, and give fully_shard the argument
+mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32).
 
 Try this: in `Zero3.after_forward`, do not gather again at the output's gradient (delete the last
 `if`, three lines). Backward then meets weights that have no memory: a RuntimeError, "... out of
@@ -241,9 +244,10 @@ class Zero1:
     Gradient buffers are freed between uses, so `.grad` is not a view of one, as it is in step 2.
     Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
     `add_gradient` adds it to the unit's `local_grad`, which is wide, and empties `.grad`. With a
-    unit's last gradient of the training step it starts the unit's reduce-scatter. All ranks
-    complete the units in the same order, H first, so the fixed order of step 2's buckets is not
-    needed.
+    unit's last gradient of the training step it starts the unit's reduce-scatter. Within a layer
+    the order of gradients may differ between ranks, but a layer's backward begins only when that of
+    the layer after it is done. So on all ranks units become complete in the same order, H first,
+    without the queue of step 2's buckets.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -399,9 +403,9 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`.
 
-    Autograd refuses a saved tensor that has been written to since. It does not see the writes to
-    `flat` here, because `param.data = ...` in `Unit` gives a parameter the memory of `flat`, but a
-    count of writes of its own. They are harmless: a gather writes the same values again.
+    Autograd counts the writes to a tensor, and refuses a saved tensor whose count has changed. By
+    `param.data = ...` in `Unit` each parameter has the memory of `flat`, but a count of its own. So
+    a gather into `flat` is not noticed; it does no harm, because it writes the same values again.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -449,6 +453,7 @@ class Zero3(Zero2):
     Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
     last norm alone. E is gathered twice, for the embedding and with H, and stays whole to the end
     of backward. So three units are whole at a time, and the e of WHAT IS SENT counts only the norm.
+    Autograd also keeps the head's term of E's gradient, whole, to the end of backward.
     """
 
     unit_type = ShardedUnit
@@ -535,7 +540,7 @@ class Zero3(Zero2):
             unit.shard.copy_(unit.master)
 
 
-# --zero -> its class. None: `make_optimizer` uses the classes of steps 1 and 2
+# --zero -> its class. None: `make_weights_and_optimizer` uses the classes of steps 1 and 2
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 
@@ -549,7 +554,7 @@ class Config(step02.Config):
     keep: bool = flag(False, "gathered weights stay until the update", needs={"zero": ["3"]})
 
 
-def make_optimizer(
+def make_weights_and_optimizer(
     model: Decoder, config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ):
     """Initialise the weights. Returns (optimizer, sync): those of steps 1 and 2 for --zero 0, else
@@ -575,10 +580,9 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Before the weights: `make_optimizer` makes them and the optimizer
     set_up_layers(model, config)
     # new: initialises the weights, too
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)

@@ -27,9 +27,9 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 So forward needs one all-reduce, of the block's output y. Backward needs one too, of dx, the
 gradient of x: y is the sum of x A_i B_i, so dx is the sum of dy B_i^T A_i^T, of which each rank
 computes one term. With dy = [1 1], rank 0's term is 1 * [1 2], rank 1's 4 * [3 4], and their sum
-[13 18]. Two operators do this, named by Shoeybi et al. f, where x enters the block, sums dx in
-backward; g, where y leaves it, sums the terms in forward. In attention, for tiny's 8 query heads
-and 4 key/value heads:
+[13 18]. Two operators do this, to which Shoeybi et al. gave names: *f* is where x enters the block,
+and sums dx in backward; *g* is where y leaves it, and sums the terms in forward. In attention, for
+tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
@@ -40,27 +40,16 @@ and 4 key/value heads:
     g    ReduceFromTensorParallel   all-reduce the terms       identity: dL/d(term) = dL/d(sum)
 
 Each of the n ranks calls backward on the same loss. Still gradients are not n times too large: all
-ranks have the same dy, each computes from it the gradient of its own term alone, and f adds these n
-different terms.
-
-Where f and g are in the code:
-
-                       f is in                         g is in
-    embed_tokens       - (ids have no gradient)        a forward hook (a rank embeds its own ids)
-    attention, MLP     a forward pre-hook              a forward hook
-    lm_head            a forward pre-hook              - (its logits stay sharded)
-
-So one f serves q, k and v, another one gate and up. f is `enter_parallel`, and g `leave_parallel`:
-they use the two classes above, or with SP the two below. Both wait at once, because the next
-operator needs their result.
+ranks have the same dy; from it each computes what flows back to x through its own A_i and B_i, and
+f adds these n different terms.
 
 SEQUENCE PARALLELISM (SP; on unless --no-sp; Korthikanti et al. 2022) saves memory. Without it, all
 n ranks compute the same norms and residual sums, x + block(norm(x)), on the same s tokens. An
 all-reduce is a reduce-scatter, which gives each rank the sums of s/n tokens, and then an
 all-gather. With SP, g does the reduce-scatter, and the next block's f the all-gather. In between, a
-rank has s/n tokens: it computes 1/n of the norms and residual sums, and saves 1/n of their inputs.
-Unless layers are recomputed, a micro-batch sends as many bytes as without SP. A norm's weight is
-whole on all ranks, but a rank now has only its own tokens' term of the gradient:
+rank has s/n tokens: it computes 1/n of the norms and residual sums, and saves 1/n of the norms'
+inputs. Unless layers are recomputed, a micro-batch sends as many bytes as without SP. A norm's
+weight is whole on all ranks, but a rank now has only its own tokens' term of the gradient:
 `sum_partial_gradients` adds these terms up over tp, once in a training step.
 
          class                             forward                  backward
@@ -69,7 +58,7 @@ whole on all ranks, but a rank now has only its own tokens' term of the gradient
 
 In Korthikanti et al. this f has the name g, and this g the name g-bar.
 
-Even without SP, tp divides by n most of what a layer saves. A rank also has 1/n of each matrix, of
+Even without SP, most of what a layer saves is divided by n. A rank also has 1/n of each matrix, of
 its gradient and of its state. What remains is mainly the first row of step 1's table, for each
 token of the sequence:
 
@@ -84,6 +73,15 @@ Korthikanti et al. save only 2 dim/n of f's outputs, and gather the tokens again
 THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedding and of the head.
 In the embedding, tokens with other ids give zeros, and g sums. In the loss two numbers a token from
 each rank are enough (`VocabParallelCrossEntropy`).
+
+WHERE f AND g ARE in the code. f is `enter_parallel`, and g `leave_parallel`: they use the first two
+classes above, or with SP the other two. One f serves q, k and v, another one gate and up. Both
+operators wait immediately, because the next one needs their result.
+
+                       f is in                         g is in
+    embed_tokens       - (ids have no gradient)        a forward hook
+    attention, MLP     a forward pre-hook              a forward hook
+    lm_head            a forward pre-hook              - (its logits stay sharded)
 
 WHO HAS WHAT, with SP, for b sequences of s tokens, on n ranks of tp. Whole: all ranks have the same
 tensor. Shard: each has its part. Partial: each has a term of a sum. DTensor calls these Replicate,
@@ -112,8 +110,8 @@ all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n times
     SP           S            S             S            S
     --no-sp      0            2 S           2 S          0
 
-A layer has two f and two g, the embedding one g, the head one f. So in a micro-batch all f and g of
-a rank send over tp, again times (n-1)/n,
+A layer has two f and two g, the embedding one g, the head one f. In a micro-batch a rank's f and g
+together send over tp (n-1)/n times
 
                                         each layer         embedding and head
     with SP or without                  8 S                4 S
@@ -124,8 +122,8 @@ Recomputation repeats a layer's forward without its last g, whose output backwar
 with SP two f and a g, 3 S; without SP a g, 2 S. With --compile the last g is repeated, too.
 
 In each micro-batch the loss all-gathers two numbers a token, of 4 bytes in bf16 and fp32: a rank
-sends 2 (n-1) for each token. With SP, the gradients of the norms' weights are all-reduced once in a
-training step. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
+sends 2 (n-1) numbers for each token. With SP, the gradients of the norms' weights are all-reduced
+once in a training step. For tiny (4 layers, 9 norms) with tp 2, dp 2, in fp32:
 
     S               4 x 256 x 128 x 4 bytes = 524,288
     a micro-batch   1/2 x (4 x 8 + 4) x 524,288 = 9,437,184, and for the loss (2-1) x 2 numbers of 4
@@ -138,9 +136,9 @@ Run it:    torchrun --nproc_per_node=4 step04_tp_sp.py --tp 2
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
     python -m common.compare runs/step01_single_gpu runs/step04_tp_sp
 
-PyTorch's own way: parallelize_module(block, device_mesh["tp"], {"q_proj": ColwiseParallel(),
-"o_proj": RowwiseParallel(), ...}), with SequenceParallel() for the norms, and `with
-loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, and
+PyTorch's own way: parallelize_module(layer, device_mesh["tp"], {"self_attn.q_proj":
+ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(), "input_layernorm": SequenceParallel(),
+...}), and `with loss_parallel():`. With SP, PrepareModuleInput says where tokens are gathered, and
 output_layouts=Shard(1) where terms are reduce-scattered.
 
 Try this: in `CopyToTensorParallel.backward`, return dx_term, None, without the sum over ranks.
@@ -170,7 +168,7 @@ from common.run import Run
 from common.shapes import model_shape
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import ZERO, make_optimizer
+from step03_zero import ZERO, make_weights_and_optimizer
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -393,7 +391,8 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
-# RowParallelLinear one whose weight has fewer inputs
+# RowParallelLinear one whose weight has fewer inputs. (These are functions, and not just numbers of
+# dims, because an optional technique has another rule for k_proj and v_proj)
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
     # q gets whole heads, too: their number is a multiple of that of key/value heads
     "q_proj": by_columns,
@@ -446,7 +445,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 
     def f_before(module: nn.Module, inputs: tuple) -> tuple:
         x, *others = inputs  # attention also gets cos and sin
-        return enter_parallel(x, group, sp), *others
+        return (enter_parallel(x, group, sp), *others)
 
     def g_after(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return leave_parallel(output, group, sp)
@@ -468,10 +467,10 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
     """Sum gradients that are partial, in place, over the group that their record names, by one
-    all-reduce for each group. Call it after `sync.finish`.
+    all-reduce for each group: here tp is the only one. Call it after `sync.finish`.
 
     Under ZeRO, `gradients` has only this rank's part of each. All ranks of a tp group have the same
-    number in dp, and units of the same size, so they have the same elements.
+    rank in dp, and their units have equal sizes, so their parts are the same elements of the norms.
     """
     params = dict(model.named_parameters())
     terms_of = defaultdict(list)  # the name of a group -> gradients
@@ -515,7 +514,7 @@ def train(config: Config, run: Run):
         model = Decoder(shape)
     shard_tensors(model, mesh, config.sp)  # new: this rank's rows and columns, f and g
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)

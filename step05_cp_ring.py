@@ -144,7 +144,7 @@ from common.run import Run
 from common.shapes import model_shape
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import make_optimizer
+from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 
 
@@ -468,7 +468,7 @@ def train(config: Config, run: Run):
     shard_tensors(model, mesh, config.sp)
     positions = shard_context(model, mesh, config).to(device)  # new
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)

@@ -132,7 +132,7 @@ from common.schedules import (
 from common.shapes import model_shape
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import make_optimizer
+from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
 
@@ -450,7 +450,7 @@ def train(config: Config, run: Run):
     # new: delete the layers of other ranks, before memory is allocated for any
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)

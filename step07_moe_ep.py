@@ -148,7 +148,7 @@ from common.run import Run
 from common.shapes import model_shape
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import make_optimizer
+from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_param, shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
@@ -540,7 +540,7 @@ def train(config: Config, run: Run):
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
     set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
     # Step 3: with --zero 1, 2 or 3 it updates this shard of its parameters
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)

@@ -10,14 +10,11 @@
 
 Two runs that differ only in their layout have the same losses and gradient norms, up to rounding,
 whose effects grow from step to step. So only the first steps are judged (--first 20). First make
-sure that the two runs compute the same:
+sure that the two runs compute the same. If a line "the flags differ" is printed, its two values
+must mean the same, such as two paths to the same data set. And before the first step, both runs
+must have printed the same dtype and the same number of tokens.
 
-    - No line "the flags differ" is printed. Two such lines are harmless: that of --dataset, if both
-      paths have the same tokens; and that of --dtype, if one run names the dtype that the other
-      has chosen.
-    - Before the first step, both runs have printed the same dtype and the same number of tokens.
-
-Then, if one of these steps has a relative difference above --bound (0.001), this means:
+If a step then differs by more than --bound (0.001, relative), this means:
 
     dtype of both runs    meaning
     fp32                  Almost certainly a bug. But it may be rounding if the loss suddenly rises
@@ -50,9 +47,10 @@ def other_flags(run_1: str, run_2: str) -> list[str]:
     """
     flags_1 = json.loads((Path(run_1) / "config.json").read_text())
     flags_2 = json.loads((Path(run_2) / "config.json").read_text())
-    # What a resumed run may change, such as --tp, is not printed, except two flags: another dtype
-    # rounds differently, and two datasets may have different tokens
-    ignored = (may_differ(flags_1) & may_differ(flags_2)) - {"dtype", "dataset"}
+    # Flags that a resumed run may change, such as --tp, are not printed. But another dtype rounds
+    # differently, and two data sets may have different tokens
+    free = may_differ(flags_1) & may_differ(flags_2)
+    ignored = free - {"dtype", "dataset"}
     differing = []
     for name in sorted((flags_1.keys() | flags_2.keys()) - ignored):
         value_1 = flags_1.get(name)
@@ -78,8 +76,8 @@ def relative(a: float | None, b: float | None) -> float:
 
 
 def pair_up(rows_1: list[dict], rows_2: list[dict], n_steps: int) -> list[tuple[dict, dict]]:
-    """The two runs' rows of the first `n_steps` steps. If one run is shorter, the other must be as
-    short: then all their steps are judged. Raises ValueError.
+    """The two runs' rows of the first `n_steps` steps. If a run has fewer, both must have equally
+    many, and all are judged. Raises ValueError.
     """
     pairs = list(zip(rows_1[:n_steps], rows_2[:n_steps], strict=False))  # as long as the shorter
     if n_steps < 1 or not pairs:
@@ -98,7 +96,7 @@ def compare(rows_1: list[dict], rows_2: list[dict], n_steps: int, bound: float) 
     """
     pairs = pair_up(rows_1, rows_2, n_steps)
     largest = 0.0
-    first_above = None  # a step
+    first_step_above = None
     print("  step      loss 1      loss 2  loss diff.  norm diff.  (relative)")
     for row_1, row_2 in pairs:
         loss_difference = relative(row_1.get("loss"), row_2.get("loss"))
@@ -109,13 +107,13 @@ def compare(rows_1: list[dict], rows_2: list[dict], n_steps: int, bound: float) 
         )
         larger = max(loss_difference, norm_difference)
         largest = max(largest, larger)
-        if larger > bound and first_above is None:
-            first_above = row_1["step"]
+        if larger > bound and first_step_above is None:
+            first_step_above = row_1["step"]
     verdict = f"none above {bound}"
-    if first_above is not None:
-        verdict = f"first above {bound} in step {first_above}"
+    if first_step_above is not None:
+        verdict = f"first above {bound} in step {first_step_above}"
     print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {verdict}")
-    return first_above is None
+    return first_step_above is None
 
 
 def main():

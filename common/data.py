@@ -1,15 +1,16 @@
 """Batches of tokens. Which tokens a training step sees depends only on the data, --seed, the
-sequence length, the global batch size and the number of the step: never on ranks or layout.
+sequence length, the global batch size, the number of the step and NumPy's version: never on ranks
+or layout.
 
     documents -> the bytes of each, then END -> one stream:   100 101 102 ("def") ... 256 (END) ...
     window number w: the seq + 1 tokens from w*seq on; its first seq are the inputs, its last seq
     the targets. With seq 4:    window 0: inputs stream[0:4], targets stream[1:5]
                                 window 1: inputs stream[4:8], targets stream[5:9]
 
-The last twentieth of the windows (at least one) is held out, so that a trained model's loss on
-their targets can be computed afterwards. Each epoch goes through the other n windows (`n_train`
-below) once, in a random order of its own, which NumPy draws from (seed, epoch). All numbers count
-from 0, and B is the global batch size:
+The last twentieth of the windows (at least one) is held out: no step trains on their targets, so
+that a tool can compute a trained model's loss on them. Each epoch goes through the other n windows
+once, in a random order of its own, which NumPy draws from (seed, epoch). With the global batch size
+B, and all numbers counted from 0:
 
     sample i           the window order[i mod n], where `order` is that of epoch i // n
     training step s    samples s B to s B + B - 1
@@ -17,9 +18,9 @@ from 0, and B is the global batch size:
 With n = 10 and B = 4, training step 2 has the samples 8 to 11: the windows order[8] and order[9] of
 epoch 0, then order[0] and order[1] of epoch 1.
 
-Targets are shifted here, before step 5 shards a sequence. Attention may look back across END into
-an earlier document. Every rank reads the whole global batch, since token ids are small, and works
-on its share.
+Targets are shifted here, in the whole sequence, before step 5 shards it. Attention may look back
+across END into an earlier document. Every rank reads the whole global batch, since token ids are
+small, and works on its share.
 
 readers.py reads files and data sets. Text becomes bytes, whatever the size of the vocabulary.
 
@@ -41,9 +42,8 @@ from common.model import ModelConfig
 from common.readers import read_source
 
 END = 256  # the token that ends a document
-# A fingerprint reads this many parts of the stream, at most so many ids of each
-PARTS = 64
-BLOCK = 2**21
+PARTS = 64  # a fingerprint reads the beginning of each of these parts of the stream,
+BLOCK = 2**21  # at most so many ids
 
 
 @lru_cache(maxsize=1)  # epochs come one after another

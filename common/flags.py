@@ -36,7 +36,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from common import UserError
 
-# In `needs`, whose values are tested by `in`: any number from 2 on
+# For `needs`, which asks whether a value is `in` this: 2, 3, 4, ...
 AT_LEAST_2 = range(2, 2**31)
 
 
@@ -52,8 +52,8 @@ def flag(
     help     what --help says of the flag
     choices  the allowed values of a str; or a dict: value -> what it selects
     least    the smallest value of a number; 0 by default, so that no flag is negative
-    needs    see NEEDS above: another flag -> those of its values with which this flag has an
-             effect: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
+    needs    see NEEDS above: another flag -> the values that it must have, because with others
+             this flag does nothing: {"tp": AT_LEAST_2}, {"sp": [True]}, {"zero": ["0"]}
     """
     metadata = dict(help=help, choices=choices, least=least, needs=needs or {})
     return dataclasses.field(default=default, metadata=metadata)
@@ -78,7 +78,7 @@ def add_flags(parser: Parser, cls: type):
     """
     remaining = {field.name: field for field in dataclasses.fields(cls)}
     types = get_type_hints(cls)
-    # Without `object`. Each class has a title
+    # All classes but `object`. A group's title is the first line of the class's docstring
     for base in cls.__mro__[:-1]:
         group = parser.add_argument_group(base.__doc__.partition("\n")[0].rstrip("."))
         for name in inspect.get_annotations(base):
@@ -94,7 +94,7 @@ def add_flags(parser: Parser, cls: type):
             if types[name] is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif field.metadata["choices"]:
-                # Checked by `check_value`, whose message is ours
+                # Not argparse's `choices`: `check_value` has a message of our own
                 options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
             else:
                 options["type"] = types[name]
@@ -130,9 +130,9 @@ def in_words(name: str, values: Collection) -> str:
 
 
 def check_needs(field: dataclasses.Field, config: Any):
-    """Raise UserError if a given flag has no effect beside the values of the other flags."""
+    """Raise UserError if this flag, which was given, does nothing with the values of the others."""
     written = spelled(field.name)
-    if getattr(config, field.name) is False:
+    if getattr(config, field.name) is False:  # for example --no-sp was given
         written = spelled(f"no_{field.name}")
     for other, values in field.metadata["needs"].items():
         value = getattr(config, other, None)

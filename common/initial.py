@@ -1,9 +1,6 @@
 """Initial values: each parameter is drawn whole, in fp32 on the CPU, whatever the layout, as a
 function of the seed, its name, its shape and the number of layers. So all layouts begin with the
-same weights.
-
-In steps 1 to 3 `materialize` keeps the whole parameter. From step 4 on, a small attribute of the
-parameter, its *record* (layout.py), can say that this rank keeps only a shard of it.
+same weights. (On other CPUs, or with another PyTorch, the last bits may differ.)
 """
 
 import hashlib
@@ -33,8 +30,7 @@ def draw(whole: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std = 0.02 / (2 * n_layers) ** 0.5
     # A seed for each name, so that a parameter's numbers do not depend on which others this rank
-    # draws: 4 bytes of a hash, because PyTorch's generator for CPUs uses only the low 32 bits of a
-    # seed
+    # draws. 4 bytes of a hash: PyTorch's generator for CPUs uses only the low 32 bits of a seed
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
     return whole.normal_(0.0, std, generator=generator)
@@ -47,8 +43,8 @@ def materialize(
     dtype: torch.dtype,
     names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. The
-    first call allocates all buffers.
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. Step 3
+    calls it once for each unit, with `names`; the first call allocates all buffers.
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one. Therefore create
     optimizers and hooks after this call.
@@ -59,7 +55,9 @@ def materialize(
             chosen[name] = param
     for name, whole in draw_all(chosen, model.config.n_layers, seed):  # calls `draw` for each
         param = chosen[name]
-        record = record_of(param)  # layout.py; in steps 1 to 3 it says: no shard
+        # In steps 1 to 3 a rank keeps the whole parameter, and you can skip the next four lines.
+        # From step 4 on the parameter's record (layout.py) can say that it keeps only a shard
+        record = record_of(param)
         part = whole
         if record.shard is not None:
             part = shard_of(whole, record.shard)
@@ -85,10 +83,13 @@ def materialize_buffers(model: nn.Module, device: torch.device):
                 setattr(module, key, torch.zeros_like(buffer, device=device))
 
 
+# --- Speed ----------------------------------------------------------------------------------------
+
+
 def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each parameter and its initial numbers, whole and in fp32, as a loop of
-    `draw` would. Up to 8 threads draw, for speed: one draws some 100 million numbers a second, and
-    llama3-8b has 8 billion.
+    """Yield the name of each parameter and its initial numbers, whole and in fp32: the same numbers
+    as by a loop of `draw`. Up to 8 threads draw, because one draws some 100 million numbers a
+    second, and llama3-8b has 8 billion.
 
     params: name -> the parameter, or this rank's shard of it, whose record has the whole shape.
     """
@@ -98,6 +99,6 @@ def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tu
     names = list(params)
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(names), threads):  # not all at once, which would fill memory
-            some = names[start : start + threads]
-            empty = [torch.empty(full_shape(params[name])) for name in some]
-            yield from zip(some, pool.map(draw_one, empty, some), strict=True)
+            some_names = names[start : start + threads]
+            buffers = [torch.empty(full_shape(params[name])) for name in some_names]
+            yield from zip(some_names, pool.map(draw_one, buffers, some_names), strict=True)

@@ -74,8 +74,8 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE (Su et al., "RoFormer"). Pair j is the channels j and j +
     head_dim/2 of a head. At position p it is turned by the angle p x theta^(-2 j / head_dim), if
-    `rope_scaling` is 1. So the product of a query and a key depends on their positions only through
-    the difference.
+    `rope_scaling` is 1. So a query and a key are turned by angles that differ in proportion to the
+    distance of their positions, and their product depends on the positions only through it.
 
     positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider. The
     axis of size 1 is broadcast over the heads.
@@ -165,8 +165,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP. Each reads a normalised copy of x, and its output is added to x, which is
-    called the residual stream.
+    """Attention and MLP. Each reads a normalised copy of x, and its output is added to x. (x is
+    called the residual stream.)
     """
 
     def __init__(self, config: ModelConfig):

@@ -113,7 +113,7 @@ def zero_of(
     mesh = Mesh(dp=n)
     config = step.Config(zero=str(stage), **flags)
     set_up_layers(model, config)
-    zero, _ = step.make_optimizer(model, config, mesh, CPU, dtype)
+    zero, _ = step.make_weights_and_optimizer(model, config, mesh, CPU, dtype)
     return model, zero, mesh
 
 

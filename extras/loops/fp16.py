@@ -40,7 +40,7 @@ from common.shapes import model_shape
 from extras.state import StatefulRun
 from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import make_optimizer
+from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import SCHEDULES, sum_tied
@@ -101,7 +101,7 @@ def train(config: Config, run: Run):
     positions = shard_context(model, mesh, config).to(device)
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
     loss_scale = LossScale(config.loss_scale, config.growth_steps)  # new
 
     parts = dict(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh)  # new

@@ -48,7 +48,7 @@ from common.run import Run
 from common.shapes import model_shape
 from step01_single_gpu import learning_rate, set_up_layers
 from step02_ddp import join_ranks
-from step03_zero import make_optimizer
+from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
 from step06_pipeline import OneForwardOneBackward, Stage
@@ -146,7 +146,7 @@ def train(config: Config, run: Run):
     positions = shard_context(model, mesh, config).to(device)
     pipeline = PipeDream(config, model, mesh, positions)  # new
     set_up_layers(model, config)
-    optimizer, sync = make_optimizer(model, config, mesh, device, dtype)
+    optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)

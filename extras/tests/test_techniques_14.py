@@ -250,7 +250,7 @@ def muon_costs(zero: str, tp: int) -> tuple[int, int]:
         model = Decoder(PRESETS["tiny"])
     step04.shard_tensors(model, mesh, sp=True)
     config = step04.Config(zero=zero, optimizer="muon")
-    optimizer, sync = step03.make_optimizer(model, config, mesh, CPU, torch.float32)
+    optimizer, sync = step03.make_weights_and_optimizer(model, config, mesh, CPU, torch.float32)
     sync.begin(1)
     for param in model.parameters():
         param.sum().backward()
@@ -366,7 +366,7 @@ def zero_run(zero: str, m: int = 1, **flags: Any) -> tuple:
         model = Decoder(ModelConfig(**SHAPE, n_layers=2))
     mesh = Mesh(dp=dist.get_world_size())
     config = Config(zero=zero, **flags)
-    optimizer, sync = step03.make_optimizer(model, config, mesh, CPU, torch.float32)
+    optimizer, sync = step03.make_weights_and_optimizer(model, config, mesh, CPU, torch.float32)
     tokens = torch.arange(16)[None]
     with Tape() as tape:
         sync.begin(m)
