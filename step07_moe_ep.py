@@ -24,19 +24,21 @@ first.
     out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
                                     t1: s0 e0(t1) + s2 e2(t1)        t3: s1 e1(t3) + s2 e2(t3)
 
-`dispatch` goes from "sorted" to "by expert": an all-to-all sends each row to its expert's rank,
-which sorts what it receives by expert. `combine` goes from "outputs" to "returned": it sorts the
-outputs by rank, then sends them back. So what is returned has the order of "sorted". In backward
-the rows' gradients go back the way the rows came. How many rows a rank gets depends on the tokens,
-so ranks first tell one another how many will come.
+In the code, `MoE.forward` makes "routed" and "out", `expert_outputs` "sorted", and `Experts`
+"outputs". `dispatch` goes from "sorted" to "by expert": an all-to-all sends each row to its
+expert's rank, which sorts what it receives by expert. `combine` goes from "outputs" to "returned":
+it sorts the outputs by rank, then sends them back. So what is returned has the order of "sorted".
+In backward the rows' gradients go back the way the rows came. How many rows a rank gets depends on
+the tokens, so ranks first tell one another how many will come.
 
 WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less.
-Take the launch below (pp 2, cp 2, tp 2, ep 2). If weights travelled, a rank would send its 4
-experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forward of a layer. With tokens, it routes
-4 sequences x 256 tokens / (cp 2 x tp 2) = 256 tokens of a micro-batch, so 512 rows of 128 numbers.
-About half go to the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536
-in all. In general, if a rank routes T tokens, rows are cheaper if 2 T K dim < 3 dim ffn_dim E: here
-if T < 3 x 352 x 8 / (2 x 2) = 2,112.
+Take the launch below (pp 2, cp 2, tp 2, ep 2; 8 experts, so 4 on a rank). If weights travelled, a
+rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forward of a layer. With
+tokens, it routes those that it has between blocks: cp and, by sequence parallelism, tp leave it a
+quarter of a micro-batch's 4 x 256, that is 256 tokens, so 512 rows of 128 numbers. About half go to
+the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In
+general, if a rank routes T tokens, rows are cheaper if 2 T K dim < 3 dim ffn_dim E: here if T < 3 x
+352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -51,8 +53,8 @@ The loss that you see excludes the second term.
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so only P has a gradient. The update lowers (W x)_e, a token's logit of e, if
-f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and raises it if f_e is below.
+f comes from counts, so only P has a gradient. It pushes (W x)_e, a token's logit of e, down if f_e
+is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if f_e is below.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
@@ -86,8 +88,8 @@ because their rows came to it. The sum over expert_data adds the tokens of the o
 ZeRO, too, shards experts over expert_data. A router is on all ranks of a stage, which see different
 tokens: its gradient is summed over data, and then over tp, as those of norms in step 4.
 
-THE LAW. A rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2: 540,672;
---expert-dim replaces ffn_dim).
+THE LAW. Without ZeRO, a rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2:
+540,672; --expert-dim replaces ffn_dim).
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If choices are spread
@@ -100,9 +102,15 @@ training step; gradients: those of its experts):
     sequence     micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
     expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
 
-All else is sent as in steps 2 to 6 without MLPs. Over tp a layer sends (n-1)/n x 4 S, or with
---recompute full (n-1)/n x 6 S (S as in step 4). Over data and tp the router's gradient is summed
-beside those of the norms. For tiny as launched below, in fp32:
+Else the laws of steps 2 to 6 hold, with three changes:
+
+    - Over tp only attention has an f and a g. Let S be the bytes of a rank's tokens after f,
+      [micro_batch_size, seq / cp, dim]. A layer sends (n-1)/n x 4 S, with --recompute full
+      (n-1)/n x 6 S.
+    - In the sums of gradients routers take the place of MLPs; over tp they are beside the norms.
+    - With --zero 1, 2 or 3 experts follow step 3's law, with the n of expert_data.
+
+For tiny as launched below, in fp32:
 
     ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
@@ -358,7 +366,7 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())
+        ids_TK = self.choose(p_TE.detach())  # ids have no gradient
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
         out_TKD = self.expert_outputs(x_TD, ids_TK, counts_E)
@@ -390,8 +398,9 @@ class AddGradientOfLoss(torch.autograd.Function):
     """Return x, and in backward give `loss` the gradient 1, as if it were a part of the step's
     loss.
 
-    The step's loss is computed on the last pipeline stage, and this one on every stage. So nothing
-    needs to be sent.
+    The step's loss is computed on the last pipeline stage, but every stage has auxiliary losses. To
+    add them up, stages would have to send theirs. Instead each stage's backward, which runs anyway,
+    starts their gradient here.
     """
 
     @staticmethod
@@ -419,7 +428,7 @@ class LossBalancedMoE(MoE):
                 "auxiliary loss is a mean over equal micro-batches"
             )
         # M, of all ranks of dp. Gradients are only summed, so the coefficient is divided by it
-        n_micro_batches = config.global_batch_size / config.micro_batch_size
+        n_micro_batches = config.global_batch_size // config.micro_batch_size
         self.coeff = config.aux_loss_coeff / n_micro_batches
 
     def aux_loss(self, p_TE: Tensor, counts_E: Tensor) -> Tensor:
@@ -465,7 +474,9 @@ class Config(step06.Config):
 
 
 def check_experts(config: Config, mesh: Mesh):
-    """Raise UserError unless the flags of experts fit one another and the layout."""
+    """Raise UserError unless the flags of experts fit one another and the layout. (The auxiliary
+    loss checks --micro-batch-size itself.)
+    """
     ranks = mesh.world // config.pp
     if config.experts % config.ep:
         raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
@@ -539,7 +550,7 @@ def train(config: Config, run: Run):
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
     set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices
-    # Step 3: with --zero 1, 2 or 3 it updates this shard of its parameters
+    # Steps 1 to 3: draw the weights; with --zero 1, 2 or 3 the optimizer and the sync are ZeRO's
     optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
@@ -603,8 +614,9 @@ class BiasBalancedMoE(MoE):
     def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
-        With --recompute full and --compile this runs twice: all loads double, and `direction` stays
-        the same.
+        With --recompute full, backward repeats a layer only as far as it needs, and that ends
+        before this line. With --compile it repeats this line, too: then all loads double, and
+        `end_step` moves the biases as before.
         """
         self.load_E += counts_E
         return out

@@ -36,8 +36,9 @@ reduce_scatter is given. In a ring of n ranks each sends
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-`Mesh.sent` counts a rank's bytes: for these three by the formulas, although NCCL may choose
-something else than a ring; for `all_to_all` and `exchange` what goes to other ranks.
+`Mesh.sent` counts the bytes that a rank sends by these five calls: for these three by the formulas,
+although NCCL may choose something else than a ring; for `all_to_all` and `exchange` what goes to
+other ranks.
 """
 
 import math
@@ -81,8 +82,8 @@ class Mesh:
     """Named dimensions over all ranks: `mesh["tp"]` is this rank's group along tp."""
 
     def __init__(self, **sizes: int):
-        """`sizes`: ranks along each dimension; the last varies fastest. All ranks must make the
-        same mesh. Raises UserError unless the product of the sizes is the number of ranks.
+        """`sizes`: ranks along each dimension; neighbours differ in the last one. All ranks must
+        make the same mesh. Raises UserError unless the product of the sizes is the number of ranks.
         """
         self.sizes = sizes
         self.world = 1
@@ -90,8 +91,8 @@ class Mesh:
         if dist.is_initialized():
             self.world = dist.get_world_size()
             self.rank = dist.get_rank()
-        # In steps 4 to 7 dp is the number of ranks // the other sizes: if these do not divide it,
-        # the product is too small
+        # In steps 4 to 7, if the other sizes do not divide the number of ranks, dp has been rounded
+        # down, and the product is too small
         if math.prod(sizes.values()) != self.world:
             asked = " x ".join(f"--{name} {size}" for name, size in sizes.items() if name != "dp")
             raise UserError(
@@ -102,7 +103,7 @@ class Mesh:
         self.groups = {"all": Group("all", self.rank, self.world, everyone, self.sent)}
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
-        # A group along each dimension. `add_groups` explains `queue`
+        # A group along each dimension. `queue` matters from step 5 on: see `add_groups`
         for name in sizes:
             queue = "gradients" if name == "dp" else "activations"
             self.add_groups_along(name, name, queue=queue)
@@ -132,10 +133,10 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes self[name]. All ranks must call this.
 
-        `queue`: "gradients" or "activations". Groups of the same ranks, such as step 5's cp and
-        data with dp 1 and cp 2, share a handle only if they have the same queue. NCCL sends the
-        messages of a handle in order, so k and v, which are needed at once, would otherwise wait
-        behind a large bucket of gradients.
+        `queue`: "gradients" or "activations". Groups of the same ranks share a handle if they have
+        the same queue. Step 5's cp and data, which with dp 1 have the same ranks, have different
+        ones: NCCL sends the messages of a handle in order, and k and v, which are needed
+        immediately, would wait behind a large bucket of gradients.
         """
         for row in rows.tolist():
             ranks = tuple(row)
@@ -220,8 +221,8 @@ def exchange(
     agree on shape and dtype, which PyTorch does not check.
     """
     if group.size == 1:  # a ring of one
-        for (sent, _), (received, _) in zip(sends, receives, strict=True):
-            received.copy_(sent)
+        for (outgoing, _), (incoming, _) in zip(sends, receives, strict=True):
+            incoming.copy_(outgoing)
         return Pending()
     operations = []
     for tensor, peer in receives:
@@ -269,7 +270,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group) -> Pending:
         work = torch_reduce_scatter(output, tensor, group=group.handle, async_op=True)
         return Pending(group, [work], [tensor])
     # Gloo's own reduce-scatter all-reduces everything. Instead, an all-to-all brings each rank the
-    # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the law says.
+    # n ranks' versions of its shard, and it adds them up: it sends (n-1)/n S, as the formula says.
     # Until `wait`, `versions` takes S bytes more
     versions = torch.empty_like(tensor)
     work = dist.all_to_all_single(versions, tensor, group=group.handle, async_op=True)
@@ -297,7 +298,7 @@ def all_to_all(
     if sent_rows is None:
         own_bytes = tensor.nbytes / group.size
     else:
-        own_bytes = tensor[: sent_rows[group.rank]].nbytes  # as many rows have as many bytes
+        own_bytes = tensor[: sent_rows[group.rank]].nbytes  # as any so many rows
     count_sent("all_to_all", group, tensor.nbytes - own_bytes)
     work = dist.all_to_all_single(
         output,

@@ -29,13 +29,15 @@ from common.run import Run
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
-    """Parse the flags and train. Exit with status 0, or after an error with that of `print_error`.
+    """Parse the flags and train. Exit with status 0, or after an Exception with that of
+    `print_error`.
 
     `cls`: the step's Config. `run_type`: `Run`, or a subclass of it.
 
-    With several ranks the process ends by os._exit: threads of NCCL or gloo can block Python's own
-    shutdown, and after an error the other ranks may be waiting for this one. A hang, or a second
-    Ctrl-C during training, ends the process in watch.py.
+    With several ranks the process then ends by os._exit: threads of NCCL or gloo can block Python's
+    own shutdown, and after an error the other ranks may be waiting for this one. (--help, and
+    Ctrl-C outside the steps, end Python as usual. A hang, or a second Ctrl-C during the steps, ends
+    the process in watch.py.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -45,7 +47,7 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
         check_environment()
         with run_type(config) as run:
             train(config, run)
-        # PyTorch asks for it. Not after an error: the other ranks may be gone
+        # PyTorch wants this at the end. After an error it could wait for ranks that are gone
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
@@ -62,9 +64,9 @@ def print_error(error: Exception, training: bool) -> int:
     """If the user can fix the error, print one line and return 2. Otherwise print its traceback and
     return 1.
 
-    The user can fix a UserError, and a GPU's memory that is too small. Before the steps begin
-    (`training` is False), an OSError (a path) or torch's DistError (a network) is most likely the
-    user's to fix, too.
+    The user can fix a UserError, and torch.OutOfMemoryError. Before the steps begin (`training` is
+    False), an OSError (a path) or torch's DistError (a network) is most likely the user's to fix,
+    too.
     """
     fixable = isinstance(error, UserError)
     text = str(error)
@@ -81,8 +83,8 @@ def print_error(error: Exception, training: bool) -> int:
         return 1
     if os.environ.get("RANK", "0") != "0":
         # Usually all ranks have this error. So the others wait while rank 0 prints it and ends, and
-        # torchrun ends them. A rank that is alive after 10 seconds prints it itself: rank 0 does
-        # not have the error, or is on another node
+        # torchrun ends them. If this rank is still alive after 10 seconds, rank 0 does not have the
+        # error, or is on another node: so this rank prints it
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -173,8 +175,9 @@ def check_torchrun():
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
     # With --max-restarts, torchrun starts all ranks again if one fails. By default they cannot
-    # connect: torchrun's own key-value store still has the old ranks' addresses. The second
-    # variable is "False" if each start makes a new store, as with the cure below
+    # connect: torchrun's own key-value store still has the old ranks' addresses.
+    # TORCHELASTIC_USE_AGENT_STORE is "False" if torchrun makes a new store at each start, which
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 brings about
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
         raise UserError(

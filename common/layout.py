@@ -1,6 +1,6 @@
-"""A small record for each parameter, `ParamRecord`: over which ranks the parameter's gradient is
-summed, and from step 4 on, which shard of it this rank has. The global norm uses it to find how
-many ranks hold each number.
+"""A small record for each parameter, `ParamRecord`: over which ranks its gradient is summed, and
+from step 4 on, which shard of the parameter this rank has. The global norm uses it to find how many
+ranks hold each number.
 
 Read each part of this file when you come to its step. Steps 1 to 3 change nothing in the record.
 """
@@ -22,7 +22,8 @@ class ParamRecord:
     """The record of one parameter. Step 2 needs only the first field."""
 
     # The group over which `sync` sums its gradient: ranks that train the same weights, each on
-    # different tokens. It is "dp" in steps 2 to 4; steps 5 and 7 set another
+    # different tokens. With ZeRO it also shards the parameter. It is "dp" in steps 2 to 4; steps 5
+    # and 7 set another
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if it has the whole parameter
     shard: "Shard | None" = None
@@ -34,7 +35,7 @@ class ParamRecord:
 
 
 def record_of(param: Tensor) -> ParamRecord:
-    """The record that `note_record` has put on a parameter; without one, the default."""
+    """A parameter's record; without one, the default."""
     return getattr(param, "parallel_record", ParamRecord())
 
 
@@ -68,11 +69,12 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
 
 def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
-    """How many ranks hold the same elements of a gradient.
+    """How many ranks hold the same elements of a gradient: the number of all ranks, divided by the
+    size of each group whose ranks hold different elements.
 
-    In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 1 with ZeRO,
-    because each element is in the shard of one rank. In step 4, with tp 2 and dp 4, for the two
-    parameters of `note_record`'s table:
+    In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 8 / 8 = 1 with
+    ZeRO. In step 4, with tp 2 and dp 4, q_proj.weight is sharded over tp, and a norm's weight is
+    not:
 
                              q_proj.weight    a norm's weight
         without ZeRO         8 / 2 = 4        8
@@ -83,7 +85,7 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
         copies //= mesh[record.data_group].size
     if record.shard is not None:  # each rank of this group has another shard
         copies //= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: only one stage has it, or two if it is tied
+    if "pp" in mesh.groups:  # step 6: only one stage has it, or two, if it is tied
         copies //= mesh["pp"].size
         copies *= record.stage_copies
     return copies
@@ -97,14 +99,14 @@ class Shard:
     """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
 
     Shards are equally long, so the last ones may be padded, or all padding. Of 257 rows on two
-    ranks, the second has 129 to 257, and row 257 is padding.
+    ranks, the second has start 129, stop 258, full 257: its last row is padding.
     """
 
     dim: int
-    over: str  # the name of a group of the mesh, whose ranks have the other shards
+    over: str  # the name of the group whose ranks have the shards
     start: int
     stop: int  # may exceed `full`
-    full: int  # the size of the dimension before it was sharded: 257
+    full: int  # the size of the dimension before it was sharded
 
 
 def note_record(param: Tensor, **changes: Any):

@@ -2,8 +2,8 @@
 
 Some decisions depend on what only one rank sees: a signal, a checkpoint that cannot be written, a
 damaged file. If only that rank stopped or saved, the next collective would hang. With
-`Ranks.gather` each rank tells all others what it has seen. common/comm.py does not count the bytes
-of these messages.
+`Ranks.all_gather` each rank tells all others what it has seen. common/comm.py does not count the
+bytes of these messages.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from common import UserError
 
 
 class Ranks:
-    """All ranks of a run. Every method is a collective; so is the constructor on GPUs, where each
-    call creates a group.
+    """All ranks of a run. All ranks must call each method together; on GPUs also the constructor,
+    which creates a group.
     """
 
     def __init__(self):
-        """On GPUs, create a second group, of gloo, which sends from CPU to CPU at once. Over NCCL a
-        small message would wait for all kernels that were launched before it.
+        """On GPUs, create a second group, over gloo, which sends from CPU to CPU. Over NCCL a small
+        message would wait for all kernels that were launched before it.
         """
         self.rank = 0
         self.world = 1
@@ -32,7 +32,7 @@ class Ranks:
             if dist.get_backend() != "gloo":
                 self.group = dist.new_group(backend="gloo")
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All ranks' values, by rank. `value`: anything that can be pickled. This is slow: use it
         for decisions, not for tensors.
         """
@@ -46,23 +46,23 @@ class Ranks:
         """Raise UserError on all ranks if a value differs from rank 0's. The error names the first
         rank whose value does.
         """
-        values = self.gather(value)
+        values = self.all_gather(value)
         first = values[0]
         for rank, other in enumerate(values):
             if other != first:
                 raise UserError(f"{what}: {other} on rank {rank}, but {first} on rank 0")
 
-    def attempt(self, action: Callable, *args: Any, first_only: bool = False):
-        """Call action(*args) on all ranks, or with `first_only` on rank 0. If it raises OSError on
+    def attempt(self, action: Callable, *args: Any, on_rank_0: bool = False):
+        """Call action(*args) on all ranks, or with `on_rank_0` on rank 0. If it raises OSError on
         any, raise UserError on all, with the message of the lowest rank that failed. Any other
-        error ends this rank alone, and leaves the others waiting.
+        error ends this rank; the others wait, until torchrun ends them.
         """
         problem = ""
         try:
-            if not first_only or self.rank == 0:
+            if not on_rank_0 or self.rank == 0:
                 action(*args)
         except OSError as error:
             problem = f"rank {self.rank}: {error.strerror or error}"
-        for found in self.gather(problem):
+        for found in self.all_gather(problem):
             if found:
                 raise UserError(found)

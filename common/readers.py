@@ -8,8 +8,9 @@ every step without this file.
     a.jsonl              a document from each line, {"text": "..."}
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
-    a folder             every file in it and in its subfolders, in a random order that is always
-                         the same; all must be of the same kind, one of the four above
+    a folder             every file in it and in its subfolders, except hidden ones, in a random
+                         order that is always the same; all must be of the same kind, one of the
+                         four above
     OWNER/NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
                          (OWNER/ and :CONFIG may be left out)
     a.bin                token ids, as nanoGPT's prepare.py writes them: uint16, without a header
@@ -94,7 +95,7 @@ def suffix_of(path: Path) -> str:
     return ""
 
 
-def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
+def refuse_damaged(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
     """Yield the texts of a file or data set. Raises UserError if it is damaged, or if a text is not
     a string.
     """
@@ -115,8 +116,8 @@ def checked(texts: Iterable[Any], source: str | Path) -> Iterator[str]:
 
 
 def in_random_order(paths: list[Path]) -> list[Path]:
-    """The files in a random order that is always the same. In the folders' order the end of the
-    data, which is held out, could be unlike the rest.
+    """The files in a random order, always the same with one version of NumPy. In the folders' order
+    the end of the data, which is held out, could be unlike the rest.
     """
     return [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
 
@@ -150,7 +151,7 @@ def document_texts(paths: list[Path], suffix: str) -> Iterator[str]:
     """Yield the texts of files, in random order, each read as a file with this suffix."""
     texts_of = FORMATS[suffix]
     for path in in_random_order(paths):
-        yield from checked(texts_of(path), path)
+        yield from refuse_damaged(texts_of(path), path)
 
 
 def read_files(source: str) -> Reading:
@@ -173,8 +174,8 @@ def read_files(source: str) -> Reading:
 
 def read_hub(source: str) -> Reading:
     """A data set of the Hugging Face hub, `OWNER/NAME:CONFIG`; OWNER/ and :CONFIG are optional.
-    Raises UserError if the hub is out of reach (unless HF_HUB_OFFLINE is set), or if there is no
-    such data set, configuration, column or split `train`.
+    Raises UserError if the hub is out of reach (with HF_HUB_OFFLINE set, if the data set was not
+    downloaded before), or if there is no such data set, configuration, column or split `train`.
     """
     import datasets  # takes seconds to import
     import huggingface_hub as hub
@@ -190,7 +191,7 @@ def read_hub(source: str) -> Reading:
             f"--dataset {source}: it is neither a file here nor a data set that the hub gives: "
             f"{error} (Without a network, HF_HUB_OFFLINE=1 reads one that was downloaded before)"
         ) from error
-    return f"{len(rows):,} rows of the hub's {source}", checked(rows["text"], source)
+    return f"{len(rows):,} rows of the hub's {source}", refuse_damaged(rows["text"], source)
 
 
 def read_bin(source: str) -> Reading:

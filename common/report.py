@@ -1,5 +1,5 @@
-"""What a run prints and writes: an introduction with a table of its parameters, a line of progress,
-the gradients that are not finite; config.json, metrics.jsonl and loss.png.
+"""What a run prints and writes: an introduction, with several ranks with a table of its parameters;
+a line of progress; where a gradient is not finite; config.json, metrics.jsonl and loss.png.
 
 With several ranks the table shows how each parameter is sharded. Three rows of step 4, for tiny in
 fp32 on two ranks with --tp 2:
@@ -87,9 +87,9 @@ def parameter_table(rows: dict[str, Row]) -> str:
     for name, rows_of_kind in kinds.items():
         row = rows_of_kind[0]
         whole = "x".join(str(size) for size in row.whole)
-        shard = "x".join(str(size) for size in row.shard)
+        part = "x".join(str(size) for size in row.shard)
         count = f"{len(rows_of_kind)} x"
-        lines.append((count, name, whole, shard, f"{row.nbytes:,}", row.sharded, row.summed))
+        lines.append((count, name, whole, part, f"{row.nbytes:,}", row.sharded, row.summed))
     # zip(*lines): the columns
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
@@ -104,7 +104,7 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
     ranks gather their rows; if several hold a parameter, the first rank's row counts. A collective.
     """
     rows: dict[str, Row] = {}
-    for held in ranks.gather(rows_of(model, mesh)):
+    for held in ranks.all_gather(rows_of(model, mesh)):
         for name, row in held.items():
             rows.setdefault(name, row)
     return rows
@@ -126,10 +126,12 @@ def introduction(
     if mesh.world > 1:
         lines.append(parameter_table(rows))
     total = sum(math.prod(row.whole) for row in rows.values())
-    own = sum(param.numel() for param in model.parameters())
-    updated = sum(master.numel() for master in optimizer.masters.values())
-    own_part = f"rank 0 computes with {own:,}, and updates {updated:,} of them"
-    lines.append(f"parameters: {total:,}; {own_part}")
+    counts = f"parameters: {total:,}"
+    if mesh.world > 1:
+        own = sum(param.numel() for param in model.parameters())
+        updated = sum(master.numel() for master in optimizer.masters.values())
+        counts += f"; rank 0 computes with {own:,}, and updates {updated:,} of them"
+    lines.append(counts)
     return "\n".join(lines)
 
 
@@ -144,15 +146,15 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
-    """The name of a gradient with inf or nan, for up to four ranks; or "none" (their norm may
-    overflow). A collective. `gradients`: this rank's, by name.
+    """The name of a gradient with inf or nan, for up to four ranks; or "none", if only the norm has
+    overflowed. A collective. `gradients`: this rank's, by name.
     """
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
             bad = name  # the last one stays, which backward reaches first
     found = []
-    for rank, name in enumerate(ranks.gather(bad)):
+    for rank, name in enumerate(ranks.all_gather(bad)):
         if name:
             found.append(f"{name} on rank {rank}")
     return ", ".join(found[:4]) or "none"
@@ -174,16 +176,16 @@ def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ra
     """Rank 0 creates the run's first files. A collective. Raises UserError on all ranks if it
     cannot.
     """
-    # If only rank 0 raised, the others would hang
+    # If only rank 0 raised, the others would wait for it, and could not say why
     try:
-        ranks.attempt(create_files, out, flags, history, first_only=True)
+        ranks.attempt(create_files, out, flags, history, on_rank_0=True)
     except UserError as error:
         raise UserError(f"--out {out}: cannot write: {error}") from error
 
 
 def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
-    """Create the directory, config.json, and metrics.jsonl with the rows of earlier steps. Raises
-    OSError.
+    """Create the directory, config.json, and metrics.jsonl with the rows of the steps before
+    --resume, if any. Raises OSError.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(flags, indent=1))
@@ -192,7 +194,7 @@ def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
 
 
 def append_row(out: Path, row: dict[str, Any]):
-    """Add a row to metrics.jsonl. Raises UserError."""
+    """Add a row to metrics.jsonl. Raises UserError; if it does, torchrun ends the other ranks."""
     with writing_to(out), open(out / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 

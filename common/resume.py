@@ -5,16 +5,16 @@ and the learning rate, and --steps, on which the learning rate depends. If one h
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
 FREE lists the flags that may change: where a run reads its tokens, what it writes, where it
-computes, how the ranks divide the work. They change the results at most by rounding, which in step
-7 may choose another expert. Only another --dtype changes more: with bf16 the losses differ visibly.
---dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give
---dtype. Two flags are checked otherwise:
+computes, how the ranks divide the work. These flags change the results at most by rounding, which
+in step 7 may choose another expert. Only another --dtype changes more: with bf16 the losses differ
+visibly. --dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between
+them, give --dtype. Two flags need more:
 
-    --dataset            may be another path to the same tokens: their fingerprint is compared
+    --dataset            may be another path, but to the same tokens: their fingerprint is compared
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
 
-A run of one of steps 1 to 6 may be resumed by the script of another. A flag that only one of the
-two has is not compared.
+A run of one of steps 1 to 6 may be resumed by the script of another of these. A flag that only one
+of the two has is not compared.
 """
 
 from pathlib import Path
@@ -65,14 +65,15 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
-    A sound checkpoint has no damaged or missing file. If --out is not the directory of the resumed
-    run, that directory stays as it is. A collective. Raises UserError
+    A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
+    --out is another one. A collective. Raises UserError
 
-    - if a path has no checkpoint; if all are damaged; if a rank does not see their files
+    - if a path has no checkpoint
+    - if all of them are damaged
+    - if a rank does not see their files
     - if --out already has checkpoints, and `resume` is "" or another run: the checkpoints of two
       runs would be mixed
-    - if `resume` is an older checkpoint in --out, or a copy there: the newer ones would stay beside
-      it
+    - if `resume` is a checkpoint in --out, but not its newest: newer ones would stay beside it
     """
     if resume == "auto":
         return find_sound(out, ranks)
@@ -99,8 +100,8 @@ def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
     two of compare.py.
     """
-    # Step 7's auxiliary loss depends on the size of a micro-batch. These two values of --balance
-    # have none
+    # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
+    # none or bias
     if flags.get("balance", "none") in ("none", "bias"):  # steps 1 to 6 have no --balance
         return FREE | {"micro_batch_size"}
     return FREE

@@ -93,6 +93,7 @@ class Run:
 
     def __init__(self, config: Any):
         self.config = config
+        # The script that defines this Config. (sys.argv[0] may be another, such as pytest)
         script = Path(inspect.getfile(type(config))).stem
         self.out = Path(config.out or f"runs/{script}")
         # From torchrun, because ranks are not connected yet
@@ -103,7 +104,9 @@ class Run:
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
-        self.training = False  # whether `set_up` is done: launch.py's `main` asks
+        # Whether the steps have begun. `main` (launch.py) asks this after an error: before them, an
+        # OSError is most likely the user's to fix
+        self.training = False
         self.timed_since = 0.0  # the time at which the next row's seconds begin
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has saved last, or has resumed
@@ -132,8 +135,8 @@ class Run:
         caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
-                                     number is then that of the steps done. Begins the run's files,
-                                     and prints the devices, the mesh, the data and the parameters
+                                     number is then that of the steps done. Writes config.json, and
+                                     prints the devices, the mesh, the data and the parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves a checkpoint, and ends
@@ -150,7 +153,8 @@ class Run:
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
         # `with` closes the bar and the trace, and restores the old handlers of signals, however the
-        # loop ends. Until then the first signal only sets `signals.first`
+        # loop ends: if the caller's body raises, Python closes this generator, and so leaves
+        # `with`. Until then the first signal only sets `signals.first`
         with self.bar, tracing, Signals() as signals:
             self.training = True
             self.timed_since = time.perf_counter()
@@ -159,7 +163,7 @@ class Run:
                 yield step
                 # If one rank has received a signal, all end after this step. The watch still runs,
                 # because another rank may hang in its step
-                stopping = any(self.ranks.gather(signals.first is not None))
+                stopping = any(self.ranks.all_gather(signals.first is not None))
                 self.watch.stop()
                 self.write_what_is_due(step + 1, stopping, profiler)
                 if stopping and step + 1 < self.config.steps:
@@ -190,9 +194,9 @@ class Run:
         """Record a step: its `tokens`, of all ranks, and numbers by name, among them `loss`. Rank 0
         writes it.
 
-        A step's seconds are those since the last call, without saving and without writing a trace.
-        On a GPU they include the update, because the `loss.item()` in this call's arguments waits
-        until the GPU has done all that was launched before.
+        A step's seconds are those since the last call, or since the steps began, without saving and
+        without writing a trace. On a GPU they include the update, because the `loss.item()` in this
+        call's arguments waits until the GPU has done all that was launched before.
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -256,7 +260,7 @@ class Run:
     def restore(self) -> int:
         """Restore what --resume selects, if anything; return the number of steps done.
 
-        Raises UserError if --resume, --out and the flags do not fit the checkpoints that are there.
+        Raises UserError if none is sound, or if the flags, the data or the model do not fit it.
         """
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
         if folder is None:

@@ -6,10 +6,11 @@ sound one.
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. In its own
-directory a run keeps its last two checkpoints, and removes older ones (`remove_older`).
+directory a run keeps its last two checkpoints, and removes older ones (`remove_older`; one that
+could not be read may stay longer).
 
 DAMAGE. A disk may change or lose what was written. A .pt file is a zip archive with checksums, and
-each rank's says how many files there are. So before a run resumes, the ranks share the files out
+also says how many files the checkpoint has. So before a run resumes, the ranks share the files out
 among them, read them all, and find out whether some are damaged or missing. A file that cannot be
 read counts as damaged. A checkpoint without damage is called *sound*. If one is not, the ranks try
 the next older one. If none is left, or if --resume names the damaged one, the run ends.
@@ -55,17 +56,19 @@ def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
 
 
 def remove_older(folder: Path, previous: Path):
-    """Remove the checkpoints beside `folder` that are older than `previous`. If `previous` is not
-    one of them, but another run's, or a copy with another name, remove nothing.
+    """Remove the checkpoints beside `folder` with a lower step number than `previous`. If
+    `previous` is not one of them, but another run's, or a copy with another name, remove nothing.
 
-    A checkpoint newer than `previous` may be one that could not be read. It stays for a while:
-    perhaps the disk failed only for a moment. For example, a run that could not read step 100 has
-    resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is saved.
+    A checkpoint newer than `previous` may be one that could not be read. It stays until `previous`
+    has a higher number: perhaps the disk failed only for a moment. For example, a run that could
+    not read step 100 has resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is
+    saved.
     """
     paths = checkpoints_of(folder.parent)  # newest first
     resolved = [path.resolve() for path in paths]
     if previous.resolve() in resolved:
-        for path in paths[resolved.index(previous.resolve()) + 1 :]:
+        place = resolved.index(previous.resolve())
+        for path in paths[place + 1 :]:
             shutil.rmtree(path, ignore_errors=True)  # a symbolic link stays
 
 
@@ -92,13 +95,13 @@ def save_checkpoint(
     content = content | dict(rank=ranks.rank, ranks=ranks.world)
     try:
         # No rank writes before rank 0 has cleaned up
-        ranks.attempt(remove_hidden, folder.parent, first_only=True)
+        ranks.attempt(remove_hidden, folder.parent, on_rank_0=True)
         ranks.attempt(write_file, path, content, pieces)
-        ranks.attempt(name_checkpoint, hidden, folder, ranks.world, first_only=True)
+        ranks.attempt(name_checkpoint, hidden, folder, ranks.world, on_rank_0=True)
         if previous is not None:
-            ranks.attempt(remove_older, folder, previous, first_only=True)
+            ranks.attempt(remove_older, folder, previous, on_rank_0=True)
     except UserError as error:
-        # By all ranks: on nodes that do not share the directory, each has hidden files
+        # All ranks do this: without a shared directory each node has hidden files of its own
         remove_hidden(folder.parent)
         raise UserError(f"--out: cannot save {folder}: {error}") from error
 
@@ -118,7 +121,7 @@ def candidates(where: Path, ranks: Ranks) -> list[Path]:
     directory, or one checkpoint.
     """
     paths = [where] if files_of(where) else checkpoints_of(where / "checkpoints")
-    return ranks.gather(paths)[0]
+    return ranks.all_gather(paths)[0]
 
 
 def find_sound(where: Path, ranks: Ranks) -> Path | None:
@@ -130,12 +133,12 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
     """
     folders = candidates(where, ranks)
     for folder in folders:
-        paths = ranks.gather(files_of(folder))[0]
+        paths = ranks.all_gather(files_of(folder))[0]
         try:
             ranks.attempt(wait_for, paths)
         except UserError as error:
             raise UserError(f"--resume: {folder}, as rank 0 sees it: {error}") from error
-        found = ranks.gather(problem_of(paths, ranks))
+        found = ranks.all_gather(problem_of(paths, ranks))
         problems = [problem for problem in found if problem]
         if not problems:
             return folder
@@ -144,8 +147,8 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
             print(f"{folder} is not sound: {text}", file=sys.stderr, flush=True)
     if folders:
         raise UserError(
-            f"--resume: no checkpoint in {where} is sound: if it is one of a run's checkpoints, "
-            "name the run's directory, to try older ones; or start anew in another --out"
+            f"--resume: no checkpoint in {where} is sound: if that is a single checkpoint, name "
+            "its run's directory, to try older ones; or start anew in another --out"
         )
     return None
 

@@ -6,25 +6,27 @@ a checkpoint, and exit with status 0.
 
     sent to a rank               what happens
     the first signal             all ranks save, and end
-    a Ctrl-C after it            the rank ends without saving, as soon as it no longer waits in C
-                                 code, such as a collective
-    SIGTERM after Ctrl-C         the same: torchrun sends it for a second Ctrl-C
+    a Ctrl-C after it            the rank ends without saving, as soon as it no longer waits in a
+                                 collective
+    SIGTERM after Ctrl-C         the same (torchrun sends it for a second Ctrl-C)
     any other later signal       nothing
 
     sent to torchrun             what torchrun does
     Ctrl-C                       passes it on; a second one becomes SIGTERM
     SIGTERM                      passes it on
-    SIGUSR1                      passes it on with --signals-to-handle
-                                 SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1. Without this flag the signal
+    SIGUSR1                      passes it on only with the flag below; without the flag the signal
                                  kills torchrun, and the ranks go on
     SIGHUP (the terminal is      passes it on: the ranks end without saving. tmux prevents it, nohup
     closed)                      does not
+
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 
 When torchrun has passed a signal on, it waits up to 30 seconds, or its --shutdown-timeout, for the
 ranks to end, and kills those that have not. Then it ends with a SignalException and status 1, even
 if all ranks have ended well.
 
-If a rank has failed, torchrun sends SIGTERM to the others, but without that rank they cannot save.
+If a rank has failed, torchrun sends SIGTERM to the others. Without that rank they cannot save: they
+end by an error of a collective, or torchrun kills them.
 """
 
 import faulthandler
@@ -67,8 +69,8 @@ class Signals:
         Without an earlier Ctrl-C, SIGTERM never ends a rank at once: torchrun sends it when a hang
         has ended another rank, and this one must live on to print its own stacks.
 
-        Python runs a handler only between its own instructions. So while a rank waits in C code, as
-        in a collective, a signal waits, too.
+        Python runs a handler only between its own instructions. So while a rank waits in a
+        collective, which is C++ code, a signal waits, too.
         """
         if self.first is None:
             self.first = number
@@ -86,13 +88,12 @@ class HangWatch:
     If one rank is stuck, the others soon wait for it in a collective, and usually print their
     stacks at about the same time. The rank whose stack differs is most likely the stuck one. On
     GPUs a stack often shows only that Python waits for the GPU. So each rank also writes PyTorch's
-    record of its last NCCL collectives, OUT/nccl-RANK: `torchfrtrace --prefix nccl- OUT`, which
-    comes with PyTorch, says in which collective each rank is.
+    record of its last NCCL collectives to OUT/nccl-RANK. Run `torchfrtrace --prefix nccl- OUT`,
+    which comes with PyTorch: it says in which collective each rank is.
 
     Only steps are timed, not the start or saving. PyTorch has limits of its own for a wait in one
-    collective: 10 minutes with NCCL, 30 with gloo. --timeout, by default also 10 minutes, comes
-    first, because it counts from the start of the step. A larger one does not change PyTorch's
-    limits.
+    collective: 10 minutes with NCCL, 30 with gloo. --timeout is 10 minutes by default. It comes
+    first, because its time begins with the step. A larger one does not change PyTorch's limits.
 
     The timer is a thread of its own. It also runs while the main thread waits in a collective,
     which releases the GIL.
@@ -128,7 +129,7 @@ class HangWatch:
                 faulthandler.dump_traceback(stacks)
                 stacks.seek(0)
                 text += stacks.read()
-            sys.stderr.write(text)  # at once, so that the ranks' stacks rarely mix
+            sys.stderr.write(text)  # in one call, so that the ranks' stacks rarely mix
             sys.stderr.flush()
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 record = torch._C._distributed_c10d._dump_nccl_trace()  # no public function has it

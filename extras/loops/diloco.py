@@ -133,7 +133,7 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["dp"]).wait()  # the loss, too
 
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
-        norms = run.ranks.gather(norm)  # new: each rank of dp has its own
+        norms = run.ranks.all_gather(norm)  # new: each rank of dp has its own
         mean_norm = sum(norms) / len(norms)  # new
         run.require_finite(step, loss=loss.item(), grad_norm=mean_norm)  # new
         scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
