@@ -52,10 +52,10 @@ class Ranks:
             if other != first:
                 raise UserError(f"{what}: {other} on rank {rank}, but {first} on rank 0")
 
-    def attempt(self, action: Callable, *args: Any, on_rank_0: bool = False):
-        """Call action(*args) on all ranks, or with `on_rank_0` on rank 0. If it raises OSError on
-        any, raise UserError on all, with the message of the lowest rank that failed. Any other
-        error ends this rank; the others wait, until torchrun ends them.
+    def attempt(self, what: str, action: Callable, *args: Any, on_rank_0: bool = False):
+        """Call action(*args) on all ranks, or with `on_rank_0` on rank 0 alone. If it raises
+        OSError on any, raise UserError on all: `what`, and the message of the lowest rank that
+        failed. Any other error ends this rank; the others wait, until torchrun ends them.
         """
         problem = ""
         try:
@@ -65,4 +65,4 @@ class Ranks:
             problem = f"rank {self.rank}: {error.strerror or error}"
         for found in self.all_gather(problem):
             if found:
-                raise UserError(found)
+                raise UserError(f"{what}: {found}")

@@ -172,17 +172,6 @@ def writing_to(out: Path) -> Iterator[None]:
         raise UserError(f"--out {out}: cannot write: {error.strerror or error}") from error
 
 
-def begin_files(out: Path, flags: dict[str, Any], history: list[dict], ranks: Ranks):
-    """Rank 0 creates the run's first files. A collective. Raises UserError on all ranks if it
-    cannot.
-    """
-    # If only rank 0 raised, the others would wait for it, and could not say why
-    try:
-        ranks.attempt(create_files, out, flags, history, on_rank_0=True)
-    except UserError as error:
-        raise UserError(f"--out {out}: cannot write: {error}") from error
-
-
 def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
     """Create the directory, config.json, and metrics.jsonl with the rows of the steps before
     --resume, if any. Raises OSError.

@@ -51,7 +51,7 @@ from common.ranks import Ranks
 from common.report import (
     Row,
     append_row,
-    begin_files,
+    create_files,
     draw_loss,
     gather_rows,
     introduction,
@@ -230,7 +230,8 @@ class Run:
         done = self.restore()
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
-        begin_files(self.out, self.flags, self.history, self.ranks)
+        what = f"--out {self.out}: cannot write"
+        self.ranks.attempt(what, create_files, self.out, self.flags, self.history, on_rank_0=True)
         rows = gather_rows(self.model, self.mesh, self.ranks)
         self.meter = self.make_meter(rows)
         self.say(

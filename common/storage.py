@@ -93,17 +93,18 @@ def save_checkpoint(
     hidden = folder.with_name(f".{folder.name}")
     path = hidden / f"rank-{ranks.rank:05d}.pt"
     content = content | dict(rank=ranks.rank, ranks=ranks.world)
+    what = f"--out: cannot save {folder}"
     try:
         # No rank writes before rank 0 has cleaned up
-        ranks.attempt(remove_hidden, folder.parent, on_rank_0=True)
-        ranks.attempt(write_file, path, content, pieces)
-        ranks.attempt(name_checkpoint, hidden, folder, ranks.world, on_rank_0=True)
+        ranks.attempt(what, remove_hidden, folder.parent, on_rank_0=True)
+        ranks.attempt(what, write_file, path, content, pieces)
+        ranks.attempt(what, name_checkpoint, hidden, folder, ranks.world, on_rank_0=True)
         if previous is not None:
-            ranks.attempt(remove_older, folder, previous, on_rank_0=True)
-    except UserError as error:
+            ranks.attempt(what, remove_older, folder, previous, on_rank_0=True)
+    except UserError:
         # All ranks do this: without a shared directory each node has hidden files of its own
         remove_hidden(folder.parent)
-        raise UserError(f"--out: cannot save {folder}: {error}") from error
+        raise
 
 
 # --- Finding a sound checkpoint -------------------------------------------------------------------
@@ -133,13 +134,7 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
     """
     folders = candidates(where, ranks)
     for folder in folders:
-        paths = ranks.all_gather(files_of(folder))[0]
-        try:
-            ranks.attempt(wait_for, paths)
-        except UserError as error:
-            raise UserError(f"--resume: {folder}, as rank 0 sees it: {error}") from error
-        found = ranks.all_gather(problem_of(paths, ranks))
-        problems = [problem for problem in found if problem]
+        problems = problems_of(folder, ranks)
         if not problems:
             return folder
         if ranks.rank == 0:
@@ -151,6 +146,16 @@ def find_sound(where: Path, ranks: Ranks) -> Path | None:
             "its run's directory, to try older ones; or start anew in another --out"
         )
     return None
+
+
+def problems_of(folder: Path, ranks: Ranks) -> list[str]:
+    """What the ranks have found wrong with a checkpoint: nothing, if it is sound. A collective.
+    Raises UserError if a rank does not see rank 0's files.
+    """
+    paths = ranks.all_gather(files_of(folder))[0]
+    ranks.attempt(f"--resume: {folder}, as rank 0 sees it", wait_for, paths)
+    found = ranks.all_gather(problem_of(paths, ranks))
+    return [problem for problem in found if problem]
 
 
 def problem_of(paths: list[Path], ranks: Ranks) -> str:

@@ -439,5 +439,5 @@ def test_an_error_of_one_rank_is_that_of_all():
             raise OSError(28, "No space left on device")
 
     ranks = Ranks()
-    with pytest.raises(UserError, match="rank 1: No space left on device"):
-        ranks.attempt(fail_on_rank_1)
+    with pytest.raises(UserError, match="saving: rank 1: No space left on device"):
+        ranks.attempt("saving", fail_on_rank_1)
