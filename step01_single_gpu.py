@@ -17,10 +17,10 @@ is 10 / 4 = 2.5, but the mean of the two means 1 and 3 is 2.
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
 which brings it down to this limit. The norm is known only after the last micro-batch.
 
-TINY, the default --model, is the example in all steps: 4 layers; dim 128; 8 query heads of head_dim
-16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352; a vocabulary of 257 (256
-bytes, and END, the token that ends a document); sequences of 256 tokens; 804,224 parameters. A
-parameter is here one number; in the code it is a tensor, such as a matrix.
+TINY, the default --model, is the example in the laws of all steps: 4 layers; dim 128; 8 query heads
+of head_dim 16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352; a vocabulary of
+257 (256 bytes, and END, the token that ends a document); sequences of 256 tokens; 804,224
+parameters. A parameter is here one number; in the code it is a tensor, such as a matrix.
 
 PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So a weight of 1 stays 1
 if an update adds 0.003 (the peak --lr), and a large sum of gradients loses its small terms.
@@ -36,8 +36,12 @@ Bytes for each parameter:
        2      2 + 4        4       4 + 4     20    fp32 gradients, kept beside the 16-bit ones
 
 RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. A layer
-(common/model.py) computes x + attention(norm(x)), and then, from this x, x + down_proj(silu(gate) *
-up), where gate and up are two products with norm(x). On a GPU in bf16, it saves for each token
+(common/model.py) computes
+
+    y = x + attention(norm(x))
+    z = y + down_proj(silu(gate) * up), where gate and up are products with norm(y)
+
+On a GPU in bf16, it saves for each token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two RMSNorms                    512
@@ -55,7 +59,7 @@ compiler chooses what is saved.)
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
 numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numbers of the table
 exist for one layer at a time. The repetition stops as soon as it has silu(gate) * up, the input of
-down_proj: backward does not need its output, which is only added to x.
+down_proj: backward does not need down_proj's output, which is only added to y.
 
 Notes on the table, which you can skip:
 
@@ -64,11 +68,11 @@ Notes on the table, which you can skip:
       4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
     - On a GPU in fp32, attention's probabilities are saved, too, if heads share keys.
 
-FLOPs OF A TOKEN, of matrix products alone, from which the MFU on the progress bar is computed. Each
-weight of a matrix costs 6: 2 in forward (multiply, add), and 4 in backward (2 for the gradient of
-the input, 2 for that of the weight). In causal attention a token attends to about seq/2 tokens on
-average, so that one matrix product costs it 2 x dim x seq/2 = seq x dim. There are seven such
-products:
+FLOPs OF A TOKEN, of matrix products alone. (On a GPU the progress bar shows the MFU: these FLOPs in
+a second, divided by the GPU's peak.) Each weight of a matrix costs 6: 2 in forward (multiply, add),
+and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In causal attention a
+token attends to about seq/2 tokens on average, so that one matrix product costs 2 x dim x seq/2 =
+seq x dim for each token. There are seven such products:
 
     forward 2     scores S = q k^T / sqrt(d), output o = P v, where P = softmax(S), d = head_dim
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k / sqrt(d),
@@ -79,8 +83,9 @@ nine RMSNorms. This leaves 770,176 weights in matrices:
 
     6 x 770,176 + 4 layers x 7 x 256 x 128 = 5,538,560 FLOPs
 
-Each layer has 184,320 of them, of which down_proj has 352 x 128 = 45,056. Recomputation repeats the
-two forward products of attention, and the 2 forward FLOPs of each weight but down_proj's:
+Each layer has 184,320 of these weights, of which down_proj has 352 x 128 = 45,056. Recomputation
+repeats the two forward products of attention, and the 2 forward FLOPs of each weight but
+down_proj's:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
@@ -133,7 +138,9 @@ def update(
     gradients: dict[str, Tensor],
     lr: float,
 ):
-    """Update the masters with the gradients, both by name, at this learning rate."""
+    """Update the masters with the gradients, both by name, at this learning rate. (Step 3 uses
+    this, too.)
+    """
     for name, master in masters.items():
         master.grad = gradients[name]
     for group in torch_optimizer.param_groups:
@@ -142,7 +149,9 @@ def update(
 
 
 class Optimizer:
-    """Updates the masters: fp32 copies of bf16 weights. Wider weights are their own masters."""
+    """Updates the masters: fp32 copies of bf16 weights. fp32 and fp64 weights share their memory
+    with their masters.
+    """
 
     def __init__(self, model: Decoder, config: "Config", mesh: Any = None):
         """Make `params` and their `masters`, both by name, and `torch_optimizer`, which updates the

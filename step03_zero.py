@@ -3,18 +3,19 @@ optimizer state, gradients, weights.
 
 In step 2 every rank makes the same update, although AdamW updates each element by itself. With ZeRO
 (Rajbhandari et al. 2020) each of n ranks updates only 1/n of the weights, its shards, and needs
-*state*, masters and moments, of these alone. Stage 1, --zero 1, shards the optimizer's state, stage
+*state* (masters and moments) only for these. Stage 1, --zero 1, shards the optimizer's state, stage
 2 also gradients, and stage 3, also called FSDP (fully sharded data parallelism), also weights. With
 --zero 0, as in step 2, nothing is sharded.
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
-H. What one message sums or gathers is a unit: large, so that messages are few, but in stage 3 two
-units must fit into memory. A unit is a flat buffer of n equal shards, padded with zeros if n does
-not divide its number of elements. Rank r updates shard r, which may begin or end inside a matrix:
-o.. continues as ..o.
+H. One message sums or gathers one unit. Large units mean few messages; but stage 3 holds two whole
+units at a time, so they must not be too large. A unit is a flat buffer of n equal shards, padded
+with zeros if n does not divide its number of elements. Rank r updates shard r.
 
     unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
+
+Shards may begin and end inside a matrix: above, o.. is the first part of o, and ..o its rest.
 
 AN EXAMPLE. Two ranks train four weights, 1 2 3 4, by plain gradient descent with rate 0.1. The
 *local* gradient, that of a rank's own sequences, is 1 2 3 4 on rank 0, and 10 20 30 40 on rank 1.
@@ -84,13 +85,13 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 0              2 P                  an all-reduce (step 2)
     stage 1              2 P                  a reduce-scatter, an all-gather
     stage 2              (m+1) P              m reduce-scatters, one all-gather
-    stage 3              m (2 P - e) + m P    each micro-batch gathers every unit twice, but E and H
-                                              once, and reduce-scatters every unit
+    stage 3              m (2 P - e) + m P    each micro-batch gathers E and H once, the other units
+                                              twice, and reduce-scatters all
     stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
 E is gathered once because its backward needs no weights, H because its backward follows its forward
-at once. The gathers of --keep, but E's, overlap the first micro-batch's forward; those of stage 2,
-after the update, overlap nothing. `Zero3` says what changes if embedding and head are tied.
+at once. The gathers of --keep, except E's, overlap the first micro-batch's forward; those of stage
+2, after the update, overlap nothing. `Zero3` says what changes if embedding and head are tied.
 
 In every stage the loss is all-reduced over dp, 4 bytes in bf16 and fp32, and the squared norm of
 the gradient over all ranks, 8 bytes.
@@ -241,13 +242,13 @@ class Zero1:
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                    | all units |
 
-    Gradient buffers are freed between uses, so `.grad` is not a view of one, as it is in step 2.
-    Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
-    `add_gradient` adds it to the unit's `local_grad`, which is wide, and empties `.grad`. With a
-    unit's last gradient of the training step it starts the unit's reduce-scatter. Within a layer
-    the order of gradients may differ between ranks, but a layer's backward begins only when that of
-    the layer after it is done. So on all ranks units become complete in the same order, H first,
-    without the queue of step 2's buckets.
+    In step 2 each `.grad` is a view of a buffer. Here buffers are freed between uses, so it cannot
+    be one. Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype.
+    The hook `add_gradient` adds it to the unit's `local_grad`, which is wide, and empties `.grad`.
+    With a unit's last gradient of the training step it starts the unit's reduce-scatter. Within a
+    layer the order of gradients may differ between ranks, but a layer's backward begins only when
+    that of the layer after it is done. So on all ranks units become complete in the same order, H
+    first, without the queue of step 2's buckets.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -263,6 +264,7 @@ class Zero1:
         # (unit, this rank's shard of its new sum, the reduce-scatter that fills it)
         self.in_flight: list[tuple[Unit, Tensor, Pending]] = []
         for names in unit_names(model):
+            # Here, and not in `train`, so that stage 3 can free one unit before it draws the next
             materialize(model, config.seed, device, dtype, names)
             named = {name: model.get_parameter(name) for name in names}
             group = data_group_of(named[names[0]], mesh)  # of all parameters of the unit
@@ -411,7 +413,7 @@ class ShardedUnit(Unit):
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
         self.shard = self.shard.clone()  # no longer a view of `flat`, which is freed
-        if self.master.dtype == self.shard.dtype:  # the master is the shard, not a copy
+        if self.master.dtype == self.shard.dtype:  # the master is the shard itself
             self.master = self.shard
         self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
         self.flat.untyped_storage().resize_(0)
@@ -540,7 +542,7 @@ class Zero3(Zero2):
             unit.shard.copy_(unit.master)
 
 
-# --zero -> its class. None: `make_weights_and_optimizer` uses the classes of steps 1 and 2
+# --zero -> its class. None: `make_weights_and_optimizer` uses those of steps 1 and 2
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 
@@ -580,8 +582,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)
-    # new: initialises the weights, too
+    set_up_layers(model, config)  # before the weights: it only changes `forward`
+    # new: it also draws the weights
     optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):

@@ -9,9 +9,10 @@ A *block*, attention or the MLP, is two matrix products with something between: 
 
 In Megatron-LM (Shoeybi et al. 2019) each matrix of A is sharded by columns (outputs), in attention
 only between heads, and B by rows (inputs). In the MLP, rank i's part A_i is some columns of
-gate_proj and the same columns of up_proj, and its B_i is the rows that these feed. All ranks of a
-tp group train on the same sequences, so they have the same x. Rank i can then compute its term
-h(x A_i) B_i without the others, and the block's output is the sum of these terms.
+gate_proj and the same columns of up_proj, and its B_i is the rows of down_proj that multiply the
+results of these columns. All ranks of a tp group train on the same sequences, so they have the same
+x. Rank i can then compute its term h(x A_i) B_i without the others, and the block's output is the
+sum of these terms.
 
 nn.Linear stores its weight as [out, in], so the matrices of A are cut along dim 0, B along dim 1.
 
@@ -59,8 +60,8 @@ weight is whole on all ranks, but a rank now has only its own tokens' term of th
 In Korthikanti et al. this f has the name g, and this g the name g-bar.
 
 Even without SP, most of what a layer saves is divided by n. A rank also has 1/n of each matrix, of
-its gradient and of its state. What remains is mainly the first row of step 1's table, for each
-token of the sequence:
+its gradient and of its state. Not divided is mainly the first row of step 1's table, for each token
+of the sequence:
 
                                without SP    with SP
     inputs of the two norms    2 dim         2 dim/n
@@ -76,7 +77,7 @@ each rank are enough (`VocabParallelCrossEntropy`).
 
 WHERE f AND g ARE in the code. f is `enter_parallel`, and g `leave_parallel`: they use the first two
 classes above, or with SP the other two. One f serves q, k and v, another one gate and up. Both
-operators wait immediately, because the next one needs their result.
+operators wait immediately, because the next computation needs their result.
 
                        f is in                         g is in
     embed_tokens       - (ids have no gradient)        a forward hook
@@ -103,8 +104,9 @@ If n does not divide vocab or ffn_dim, the last shards are padded with zeros. Th
 because their gradients are zero: a padded channel of the MLP is 0 and meets zeros in down_proj, no
 token has a padded id, and the loss leaves padded logits out.
 
-THE LAW. S: the bytes of one [b, s, dim]. An all-reduce of such a tensor sends 2 (n-1)/n S, an
-all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n times
+THE LAW. S: the bytes of a micro-batch's x, [micro_batch_size, s, dim]. An all-reduce of such a
+tensor sends 2 (n-1)/n S, an all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n
+times
 
                  f forward    f backward    g forward    g backward
     SP           S            S             S            S
@@ -260,15 +262,15 @@ class ReduceScatterToSequenceParallel(torch.autograd.Function):
 
 
 def enter_parallel(x: Tensor, group: Group, sp: bool) -> Tensor:
-    """f. x [batch, seq, dim], with SP [batch, seq/n, dim] -> [batch, seq, dim]."""
+    """Operator f: x [batch, seq, dim], with SP [batch, seq/n, dim] -> [batch, seq, dim]."""
     if sp:
         return GatherFromSequenceParallel.apply(x, group)
     return CopyToTensorParallel.apply(x, group)
 
 
 def leave_parallel(term: Tensor, group: Group, sp: bool) -> Tensor:
-    """g. This rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with SP
-    [batch, seq/n, dim].
+    """Operator g: this rank's term [batch, seq, dim] -> the block's output [batch, seq, dim], with
+    SP [batch, seq/n, dim].
     """
     if sp:
         return ReduceScatterToSequenceParallel.apply(term, group)

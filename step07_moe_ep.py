@@ -36,9 +36,9 @@ Take the launch below (pp 2, cp 2, tp 2, ep 2; 8 experts, so 4 on a rank). If we
 rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forward of a layer. With
 tokens, it routes those that it has between blocks: cp and, by sequence parallelism, tp leave it a
 quarter of a micro-batch's 4 x 256, that is 256 tokens, so 512 rows of 128 numbers. About half go to
-the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In
-general, if a rank routes T tokens, rows are cheaper if 2 T K dim < 3 dim ffn_dim E: here if T < 3 x
-352 x 8 / (2 x 2) = 2,112.
+the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. Both ways
+send the same fraction, (n-1)/n, of their numbers. So if a rank routes T tokens, rows are cheaper if
+2 T K dim < 3 dim ffn_dim E: here if T < 3 x 352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -59,12 +59,13 @@ is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if f_e 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
 
-GROUPS. cp, tp and pp are those of steps 4 to 6. The ranks of a *stage* have the same place along
-pp: they have the same layers, and different tokens. Ranks of dp have other sequences; ranks of cp
-and, because of sequence parallelism, of tp have other tokens of the same sequence. So all dp x cp x
-tp ranks can share the experts, and ep need not be a dimension of the mesh ("MoE parallel folding",
-Liu et al. 2025). tp does not cut an expert, so step 4's f and g around an MLP are gone. On 16
-ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
+GROUPS. cp, tp and pp are those of steps 4 to 6. Ranks with the same place along pp hold the same
+layers: we call them the ranks of a stage (with interleaved, of the same stages). They have
+different tokens. Ranks of dp have other sequences; ranks of cp and, because of sequence
+parallelism, of tp have other tokens of the same sequence. So all dp x cp x tp ranks can share the
+experts, and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et al. 2025). tp
+does not cut an expert, so step 4's operators f and g around an MLP are gone. On 16 ranks, with pp
+1, dp 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
@@ -88,13 +89,13 @@ because their rows came to it. The sum over expert_data adds the tokens of the o
 ZeRO, too, shards experts over expert_data. A router is on all ranks of a stage, which see different
 tokens: its gradient is summed over data, and then over tp, as those of norms in step 4.
 
-THE LAW. Without ZeRO, a rank holds 3 dim ffn_dim E/ep weights of experts in each layer (tiny, ep 2:
-540,672; --expert-dim replaces ffn_dim).
+THE LAW. Unless ZeRO 3 shards them, a rank holds 3 dim ffn_dim E/ep weights of experts in each
+layer: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If choices are spread
-evenly, it sends these bytes in each layer (w: bytes of an element; n: ranks of the group; step: a
-training step; gradients: those of its experts):
+evenly, it sends these bytes in each layer (w: bytes of an element; n: the size of the group in the
+first column; step: a training step; gradients: those of its experts):
 
     over         for each      what                   bytes                    with --recompute full
     ep           micro-batch   rows                   (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
@@ -102,11 +103,12 @@ training step; gradients: those of its experts):
     sequence     micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
     expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
 
-Else the laws of steps 2 to 6 hold, with three changes:
+For all other messages the laws of steps 2 to 6 hold, with three changes (and --balance bias has a
+law of its own, in its class):
 
-    - Over tp only attention has an f and a g. Let S be the bytes of a rank's tokens after f,
-      [micro_batch_size, seq / cp, dim]. A layer sends (n-1)/n x 4 S, with --recompute full
-      (n-1)/n x 6 S.
+    - Of step 4's operators f and g, a layer keeps only those around attention. With S the bytes of
+      [micro_batch_size, seq / cp, dim] it sends (n-1)/n x 4 S over tp, n = tp; with --recompute
+      full (n-1)/n x 6 S.
     - In the sums of gradients routers take the place of MLPs; over tp they are beside the norms.
     - With --zero 1, 2 or 3 experts follow step 3's law, with the n of expert_data.
 
@@ -223,7 +225,7 @@ class SendRows(torch.autograd.Function):
 
 
 def count_by_rank(counts_GL: Tensor) -> list[int]:
-    """How many rows go to, or come from, each rank: the sums over its experts."""
+    """How many rows go to, or come from, each rank: the sum of each row of the table."""
     return counts_GL.sum(1).tolist()
 
 
@@ -366,7 +368,7 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())  # ids have no gradient
+        ids_TK = self.choose(p_TE.detach())  # without `detach`, topk would save ids for backward
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
         out_TKD = self.expert_outputs(x_TD, ids_TK, counts_E)
@@ -586,7 +588,8 @@ def train(config: Config, run: Run):
 
 
 class BiasBalancedMoE(MoE):
-    """--balance bias: busy experts become a little less likely to be chosen. There is no loss.
+    """--balance bias, without an auxiliary loss: busy experts become a little less likely to be
+    chosen.
 
     Experts are chosen by p + bias, with one bias for each expert; scores use p alone. After each
     step the bias grows by --bias-rate for experts with less than the mean load, and shrinks for

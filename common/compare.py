@@ -76,8 +76,8 @@ def relative(a: float | None, b: float | None) -> float:
 
 
 def pair_up(rows_1: list[dict], rows_2: list[dict], n_steps: int) -> list[tuple[dict, dict]]:
-    """The two runs' rows of the first `n_steps` steps. If a run has fewer, both must have equally
-    many, and all are judged. Raises ValueError.
+    """The two runs' rows of the first `n_steps` steps. A run may have fewer only if the other has
+    equally many: then all are judged. Raises ValueError.
     """
     pairs = list(zip(rows_1[:n_steps], rows_2[:n_steps], strict=False))  # as long as the shorter
     if n_steps < 1 or not pairs:

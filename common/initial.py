@@ -1,6 +1,6 @@
-"""Initial values: each parameter is drawn whole, in fp32 on the CPU, whatever the layout, as a
-function of the seed, its name, its shape and the number of layers. So all layouts begin with the
-same weights. (On other CPUs, or with another PyTorch, the last bits may differ.)
+"""Initial values. Each parameter is drawn whole, in fp32, on the CPU. Its numbers depend only on
+the seed, its name, its shape and the number of layers, so all layouts begin with the same weights.
+(On other CPUs, or with another PyTorch, the last bits may differ.)
 """
 
 import hashlib
@@ -21,8 +21,8 @@ def draw(whole: Tensor, name: str, n_layers: int, seed: int) -> Tensor:
 
     Norms start at one. Matrices are drawn from a normal distribution with standard deviation 0.02.
     For o_proj and down_proj it is 0.02 / sqrt(2 n_layers): the outputs of these 2 n_layers matrices
-    are all added up in the residual stream, and the variance of a sum of N terms is N times that of
-    one (Radford et al., GPT-2, section 2.3).
+    are all added up in the residual stream, and the variance of a sum of N independent terms is N
+    times that of one (Radford et al., GPT-2, section 2.3).
     """
     if whole.dim() == 1:  # a norm; there are no biases
         return whole.fill_(1.0)
@@ -44,7 +44,7 @@ def materialize(
     names: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those in `names`, or all. Step 3
-    calls it once for each unit, with `names`; the first call allocates all buffers.
+    calls it with `names`, once for each group of parameters; the first call allocates all buffers.
 
     A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one. Therefore create
     optimizers and hooks after this call.
@@ -53,13 +53,12 @@ def materialize(
     for name, param in model.named_parameters():
         if names is None or name in names:
             chosen[name] = param
-    for name, whole in draw_all(chosen, model.config.n_layers, seed):  # calls `draw` for each
+    # `draw_all` allocates each parameter whole, in fp32, and calls `draw`
+    for name, whole in draw_all(chosen, model.config.n_layers, seed):
         param = chosen[name]
-        # In steps 1 to 3 a rank keeps the whole parameter, and you can skip the next four lines.
-        # From step 4 on the parameter's record (layout.py) can say that it keeps only a shard
-        record = record_of(param)
         part = whole
-        if record.shard is not None:
+        record = record_of(param)  # layout.py; in step 1 it has nothing to say
+        if record.shard is not None:  # from step 4 on: this rank keeps only a shard
             part = shard_of(whole, record.shard)
         filled = nn.Parameter(part.to(device, dtype))
         filled.parallel_record = record
@@ -70,6 +69,7 @@ def materialize(
 def replace_param(model: nn.Module, old: nn.Parameter, new: nn.Parameter):
     """Put `new` in the place of `old` in all modules that have it: a tied matrix is in two."""
     for module in model.modules():
+        # `list`, because the loop changes what it goes through
         for key, param in list(module.named_parameters(recurse=False)):
             if param is old:
                 setattr(module, key, new)
@@ -91,7 +91,7 @@ def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tu
     as by a loop of `draw`. Up to 8 threads draw, because one draws some 100 million numbers a
     second, and llama3-8b has 8 billion.
 
-    params: name -> the parameter, or this rank's shard of it, whose record has the whole shape.
+    params: name -> the parameter, or this rank's shard of it: then its record has the whole shape.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
@@ -101,4 +101,5 @@ def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tu
         for start in range(0, len(names), threads):  # not all at once, which would fill memory
             some_names = names[start : start + threads]
             buffers = [torch.empty(full_shape(params[name])) for name in some_names]
-            yield from zip(some_names, pool.map(draw_one, buffers, some_names), strict=True)
+            wholes = pool.map(draw_one, buffers, some_names)
+            yield from zip(some_names, wholes, strict=True)

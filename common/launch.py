@@ -29,15 +29,15 @@ from common.run import Run
 
 
 def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run):
-    """Parse the flags and train. Exit with status 0, or after an Exception with that of
-    `print_error`.
+    """Parse the flags and train. Exit with status 0; after an Exception, with the status that
+    `print_error` returns.
 
     `cls`: the step's Config. `run_type`: `Run`, or a subclass of it.
 
     With several ranks the process then ends by os._exit: threads of NCCL or gloo can block Python's
-    own shutdown, and after an error the other ranks may be waiting for this one. (--help, and
-    Ctrl-C outside the steps, end Python as usual. A hang, or a second Ctrl-C during the steps, ends
-    the process in watch.py.)
+    own shutdown; and only when a process has ended after an error does torchrun end the others,
+    which may wait for it. (--help, and Ctrl-C outside the steps, end Python as usual. A hang, or a
+    second Ctrl-C during the steps, ends the process in watch.py.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -82,9 +82,9 @@ def print_error(error: Exception, training: bool) -> int:
         traceback.print_exception(error)
         return 1
     if os.environ.get("RANK", "0") != "0":
-        # Usually all ranks have this error. So the others wait while rank 0 prints it and ends, and
-        # torchrun ends them. If this rank is still alive after 10 seconds, rank 0 does not have the
-        # error, or is on another node: so this rank prints it
+        # Usually all ranks have this error. So every rank but rank 0 waits here. Meanwhile rank 0
+        # prints the error and ends, and torchrun then ends this rank, too. If this rank is still
+        # alive after 10 seconds, rank 0 does not have the error, or is on another node
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -147,7 +147,7 @@ def own_sources() -> list[Path]:
 
 # --- The environment of a launch ------------------------------------------------------------------
 
-# What init_process_group reads, and LOCAL_RANK, by which a process chooses its GPU
+# torchrun sets these: init_process_group reads them, and LOCAL_RANK chooses a process's GPU
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -176,8 +176,8 @@ def check_torchrun():
         )
     # With --max-restarts, torchrun starts all ranks again if one fails. By default they cannot
     # connect: torchrun's own key-value store still has the old ranks' addresses.
-    # TORCHELASTIC_USE_AGENT_STORE is "False" if torchrun makes a new store at each start, which
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 brings about
+    # TORCHELASTIC_USE_AGENT_STORE is "False" if rank 0 makes a store of its own at each start,
+    # which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 brings about
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
         raise UserError(

@@ -1,6 +1,6 @@
 """A small record for each parameter, `ParamRecord`: over which ranks its gradient is summed, and
 from step 4 on, which shard of the parameter this rank has. The global norm uses it to find how many
-ranks hold each number.
+ranks hold each element of a gradient.
 
 Read each part of this file when you come to its step. Steps 1 to 3 change nothing in the record.
 """
@@ -22,13 +22,13 @@ class ParamRecord:
     """The record of one parameter. Step 2 needs only the first field."""
 
     # The group over which `sync` sums its gradient: ranks that train the same weights, each on
-    # different tokens. With ZeRO it also shards the parameter. It is "dp" in steps 2 to 4; steps 5
+    # different tokens. With ZeRO they also divide its update. It is "dp" in steps 2 to 4; steps 5
     # and 7 set another
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if it has the whole parameter
     shard: "Shard | None" = None
     # Step 4: ranks that train on the same sequences, and each have only a term of the gradient:
-    # `sum_partial_gradients` sums it over this group
+    # after `sync`, `sum_partial_gradients` sums it over this group, too
     partial_over: str | None = None
     # Step 6: 2 for a tied matrix that the first and the last stage hold
     stage_copies: int = 1
@@ -54,8 +54,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
     squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
-    ranks that hold the same elements. With ZeRO one rank has 3, the other 4, and nothing is
-    divided.
+    ranks that hold the same elements. With ZeRO one rank has 3, the other 4, and `copies_of` is 1.
     """
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
@@ -83,7 +82,7 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     copies = mesh.world
     if zero:  # each rank of this group has another part
         copies //= mesh[record.data_group].size
-    if record.shard is not None:  # each rank of this group has another shard
+    if record.shard is not None:  # step 4: each rank of this group has another shard
         copies //= mesh[record.shard.over].size
     if "pp" in mesh.groups:  # step 6: only one stage has it, or two, if it is tied
         copies //= mesh["pp"].size
@@ -130,7 +129,7 @@ def shard_of(whole: Tensor, shard: Shard) -> Tensor:
     shape = list(whole.shape)
     shape[shard.dim] = shard.stop - shard.start
     local = whole.new_zeros(shape)
-    start = min(shard.start, shard.full)
+    start = min(shard.start, shard.full)  # a shard that is all padding gets length 0
     length = min(shard.stop, shard.full) - start
     local.narrow(shard.dim, 0, length).copy_(whole.narrow(shard.dim, start, length))
     return local

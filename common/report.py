@@ -1,5 +1,6 @@
-"""What a run prints and writes: an introduction, with several ranks with a table of its parameters;
-a line of progress; where a gradient is not finite; config.json, metrics.jsonl and loss.png.
+"""What a run prints and writes: before the steps an introduction, which has a table of parameters
+if there are several ranks; a line of progress; in an error the names of gradients that are not
+finite; and the files config.json, metrics.jsonl and loss.png.
 
 With several ranks the table shows how each parameter is sharded. Three rows of step 4, for tiny in
 fp32 on two ranks with --tp 2:
@@ -116,9 +117,9 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 def introduction(
     device: str, data: str, mesh: Mesh, rows: dict[str, Row], model: nn.Module, optimizer: Any
 ) -> str:
-    """What rank 0 prints before the first step: devices, mesh and data; with several ranks, the
-    table of parameters; how many parameters the model has, and how many of them rank 0 computes
-    with and updates. `data`: a line about them.
+    """What rank 0 prints before the first step: devices, mesh, the line `data` about the data, and
+    how many parameters the model has. With several ranks also the table of parameters, and how many
+    of them rank 0 computes with and updates.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     dtype = next(model.parameters()).dtype
@@ -146,13 +147,13 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
-    """The name of a gradient with inf or nan, for up to four ranks; or "none", if only the norm has
-    overflowed. A collective. `gradients`: this rank's, by name.
+    """The name of a gradient with inf or nan, for up to four ranks; or "none", if all are finite. A
+    collective. `gradients`: this rank's, by name.
     """
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            bad = name  # the last one stays, which backward reaches first
+            bad = name  # the last one stays: backward has reached it first
     found = []
     for rank, name in enumerate(ranks.all_gather(bad)):
         if name:

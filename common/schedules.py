@@ -72,7 +72,7 @@ def afab(p: int, m: int, v: int, rank: int) -> list[Action]:
     """All forward, all backward; v must be 1. After the last forward, all m micro-batches are in
     flight. Unlike GPipe (Huang et al. 2019), it has the backwards in the order of the forwards.
     """
-    return order_with_warm_up(p, m, v, rank, warm_up=m * v)  # all forwards
+    return order_with_warm_up(p, m, v, rank, warm_up=m)  # all forwards
 
 
 def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -92,9 +92,9 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards the first round has come to this rank's last stage. There 1F1B would
-    # begin, with a warm-up of one forward for each later rank. Like Megatron-LM we take two for
-    # each, to have work while messages travel. The price is more forwards in flight: rank 0 of 2,
+    # After (v-1) p forwards the first round has come to this rank's last stage. From then on 1F1B
+    # would need one more forward for each later rank. Like Megatron-LM we take two for each, so
+    # that a rank has work while messages travel. The price is more forwards in flight: rank 0 of 2,
     # with v = 2, has 5 instead of 4
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
@@ -133,7 +133,7 @@ def producer(action: Action, n_stages: int) -> Action | None:
 
 
 class Span(NamedTuple):
-    """When an action runs, in the units of `costs`, and on which rank."""
+    """When an action runs, in units of COSTS, and on which rank."""
 
     rank: int
     action: Action
@@ -210,25 +210,25 @@ def add_messages(
 ) -> list[list[Instruction]]:
     """Each rank's program: its list of actions, with the sends and receives that these need.
 
-    MESSAGES CAN DEADLOCK, even if the lists do not. `ListPipeline` starts each send or receive and
-    goes on. But NCCL runs the messages of a group one after another: while a send waits for its
-    receive, nothing behind it begins. So assume that a send blocks until the peer has begun to
-    receive it. To receive only begins: the action that needs the message waits for it. Let two
+    MESSAGES CAN DEADLOCK, even if the lists do not. `ListPipeline` starts each send or receive, and
+    computes on until an action needs a message. But NCCL runs the messages of a group one after
+    another: a send or a receive that waits for its partner holds up all messages behind it. Let two
     ranks, with one stage each, follow 1F1B:
 
         rank 0    F0, send, F1, send
         rank 1    receive, F0, B0, send
 
-    Both hang in their last send, because neither has begun to receive. If rank 1 begins to receive
-    F1's input before it computes F0, then rank 0's second send finds its receive:
+    Rank 0 next waits for rank 1's send, and rank 1 for rank 0's second send: but each of these two
+    sends waits for a receive, and neither has begun. If rank 1 begins to receive F1's input before
+    it computes F0, then rank 0's second send finds its receive:
 
         rank 0    F0, send, F1, send, receive, B0, ...
         rank 1    receive, receive, F0, B0, send, F1, ...
 
     The idea: all programs follow one order of all actions and messages. Then no circle of waiting
-    ranks can arise. The loop goes through all actions in the order in which they end in a
-    simulation. It appends each to its rank's program. If another rank needs the output, it appends
-    a send to this program, and a receive to that rank's program.
+    ranks can arise (a proof follows the code). The loop goes through all actions in the order in
+    which they end in a simulation. It appends each to its rank's program. If another rank needs the
+    output, it appends a send to this program, and a receive to that rank's program.
 
     Another example: the program of rank 1, of 2, interleaved, for 2 micro-batches. Its stages are 1
     and 3.
