@@ -2,7 +2,7 @@
 
               micro-batch 1        micro-batch 2        ...
     batch -> forward, backward -> forward, backward -> ... -> clip -> AdamW -> weights
-                   gradients add up in fp32 ---------------->         fp32 masters
+                   gradients add up in fp32 ---------------->
 
 MICRO-BATCHES. The activations of a whole batch may not fit in memory. So forward and backward run
 on a few sequences at a time, here 4 of 32. Each backward adds to the gradients. The weights change
@@ -22,12 +22,12 @@ of head_dim 16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352
 257 (256 bytes, and END, the token that ends a document); sequences of 256 tokens; 804,224
 parameters. A parameter is here one number; in the code it is a tensor, such as a matrix.
 
-PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. So a weight of 1 stays 1
-if an update adds 0.003 (the peak --lr), and a large sum of gradients loses its small terms.
-Therefore gradients of bf16 weights add up in fp32, and AdamW updates *masters*, fp32 copies of the
-weights (as Micikevicius et al. 2017 did for fp16). By default weights are bf16 on a GPU that has
-it, else fp32 (--dtype). AdamW's *moments* are running averages of the gradient and of its square.
-Bytes for each parameter:
+PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. If an update adds 0.003
+(the peak --lr) to a weight of 1, the result is rounded to 1 again; and a large sum of gradients
+loses its small terms. Therefore gradients of bf16 weights add up in fp32, and AdamW updates
+*masters*, fp32 copies of the weights (as Micikevicius et al. 2017 did for fp16). By default weights
+are bf16 on a GPU that has it, else fp32 (--dtype). AdamW's *moments* are running averages of the
+gradient and of its square. Bytes for each parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -61,18 +61,14 @@ numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numb
 exist for one layer at a time. The repetition stops as soon as it has silu(gate) * up, the input of
 down_proj: backward does not need down_proj's output, which is only added to y.
 
-Notes on the table, which you can skip:
+On a CPU each RMSNorm saves dim numbers more, in fp32. So in fp32, a CPU's default, a layer saves
+4 x 2,314 + 2 x 128 x 4 = 10,280 bytes for each token.
 
-    - On a CPU each RMSNorm also saves dim numbers as fp32, and in a bf16 run dim more as bf16. A
-      bf16 run: 4,648 + 2 x 128 x (4 + 2) = 6,184 bytes. An fp32 run, a CPU's default:
-      4 x 2,314 + 2 x 128 x 4 = 10,280 bytes.
-    - On a GPU in fp32, attention's probabilities are saved, too, if heads share keys.
-
-FLOPs OF A TOKEN, of matrix products alone. (On a GPU the progress bar shows the MFU: these FLOPs in
-a second, divided by the GPU's peak.) Each weight of a matrix costs 6: 2 in forward (multiply, add),
-and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In causal attention a
-token attends to about seq/2 tokens on average, so that one matrix product costs 2 x dim x seq/2 =
-seq x dim for each token. There are seven such products:
+FLOPs OF A TOKEN, of matrix products alone. (If a GPU's peak is known, the progress bar shows the
+MFU: these FLOPs in a second, divided by the peak.) Each weight of a matrix costs 6: 2 in forward
+(multiply, add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In
+causal attention a token attends to about seq/2 tokens on average, so that one matrix product costs
+2 x dim x seq/2 = seq x dim for each token. There are seven such products:
 
     forward 2     scores S = q k^T / sqrt(d), output o = P v, where P = softmax(S), d = head_dim
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k / sqrt(d),
@@ -190,8 +186,8 @@ class Optimizer:
             self.masters[name].grad = None
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """For checkpoints: the elements of each parameter that this rank updates, here all, as
-        (start, stop) in row order.
+        """For checkpoints: the elements of each flattened parameter that this rank updates, here
+        all, as (start, stop).
         """
         return {name: (0, param.numel()) for name, param in self.params.items()}
 
@@ -317,8 +313,8 @@ def train(config: Config, run: Run):
     set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
-    # Yields 0, 1, ..., or with --resume the steps that are left. `run` saves, restores and
-    # describes these objects
+    # Yields 0, 1, ..., or with --resume the steps that are left. `run` saves and restores model and
+    # optimizer, and compares the data
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         # Targets that are IGNORE, such as a prompt's tokens in fine-tuning, do not count. `clamp`:

@@ -24,7 +24,7 @@ THREE WAYS TO SUM:
     --sync ring      the same, with the all-reduce written out below
     --sync bucket    the default: a few large all-reduces, which start during the last backward
 
-BUCKETS. Each message has a fixed cost, so many small ones are slow. One large message could start
+BUCKETS. Each all-reduce has a fixed cost, so many small ones are slow. One large one could start
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
 1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. With
 the usual 25 MiB, all of tiny's gradients, 3.2 MB, would be one bucket.
@@ -38,8 +38,8 @@ earlier layers.
 
 All ranks must start their collectives in the same order, but gradients could become complete in a
 different order on each rank. So a complete bucket waits for those before it (Li et al. 2020,
-"PyTorch Distributed"). The figure shows the last micro-batch's backward, not to scale. Its second
-row is the bucket that is being completed.
+"PyTorch Distributed"). The figure shows the last micro-batch's backward, not to scale. The second
+row shows into which bucket the gradients go.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |
@@ -274,7 +274,7 @@ SYNCS: dict[str, Callable] = {"bucket": BucketSync, "naive": NaiveSync, "ring": 
 class Config(step01.Config):
     """Data parallelism."""
 
-    # `needs`: --bucket-mb works only with --sync bucket. (The need for --zero 0 is for step 3)
+    # `needs`: from step 3 on, gradients are summed in this way only with --zero 0
     sync: str = flag("bucket", "how gradients are summed over dp", SYNCS, needs={"zero": ["0"]})
     bucket_mb: float = flag(
         1.0,
@@ -303,7 +303,7 @@ def train(config: Config, run: Run):
     # new: sync and mesh
     for step in run.steps(model=model, optimizer=optimizer, sync=sync, data=data, mesh=mesh):
         tokens, targets = data.batch(step)
-        # Of the global batch, which each rank has read: no message is needed
+        # Each rank has read the global batch, so it knows this number without a message
         n_targets = (targets != IGNORE).sum().clamp(min=1).to(device)
         xs = tokens[own].to(device).split(config.micro_batch_size)  # new: only this rank's
         ys = targets[own].to(device).split(config.micro_batch_size)  # new: only this rank's

@@ -8,9 +8,9 @@ In step 2 every rank makes the same update, although AdamW updates each element 
 --zero 0, as in step 2, nothing is sharded.
 
 UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
-H. One message sums or gathers one unit. Large units mean few messages; but stage 3 holds two whole
-units at a time, so they must not be too large. A unit is a flat buffer of n equal shards, padded
-with zeros if n does not divide its number of elements. Rank r updates shard r.
+H. One collective sums or gathers one unit. Large units mean few collectives; but stage 3 holds two
+whole units at a time, so they must not be too large. A unit is a flat buffer of n equal shards,
+padded with zeros if n does not divide its number of elements. Rank r updates shard r.
 
     unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
                       '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
@@ -59,9 +59,9 @@ holds 6 bytes, and 16 are divided among the ranks.
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds two gradients, the local one, whole, and its shard of the sum. In bf16 it has whole
-the weight 2 and the local gradient 4, and divided the sum 4, the master 4 and the moments 8. The
-paper has 4 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its stage 1 the sum
+Stage 1 holds two gradients, the local one, whole, and its shard of the sum. In bf16, whole are the
+weight (2) and the local gradient (4); divided are the sum (4), the master (4) and the moments (8).
+The paper has 4 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its stage 1 the sum
 overwrites the local gradient.
 
 With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update. All
@@ -242,13 +242,15 @@ class Zero1:
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                    | all units |
 
-    In step 2 each `.grad` is a view of a buffer. Here buffers are freed between uses, so it cannot
-    be one. Instead autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype.
-    The hook `add_gradient` adds it to the unit's `local_grad`, which is wide, and empties `.grad`.
-    With a unit's last gradient of the training step it starts the unit's reduce-scatter. Within a
-    layer the order of gradients may differ between ranks, but a layer's backward begins only when
-    that of the layer after it is done. So on all ranks units become complete in the same order, H
-    first, without the queue of step 2's buckets.
+    In step 2 each `.grad` is a view of a buffer. In stages 2 and 3 a unit's buffer exists only
+    while it is filled and summed, so `.grad` is no view; stage 1 uses the same code. Autograd puts
+    one micro-batch's gradient into `.grad`, in the weight's dtype. The hook `add_gradient` adds it
+    to the unit's `local_grad`, which is wide, and empties `.grad`. With a unit's last gradient of
+    the training step it starts the unit's reduce-scatter.
+
+    Within a layer the order of gradients may differ between ranks, but a layer's backward begins
+    only when that of the layer after it is done. So on all ranks units become complete in the same
+    order, H first, without the queue of step 2's buckets.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -278,7 +280,7 @@ class Zero1:
         self.torch_optimizer = OPTIMIZERS[config.optimizer](self)
 
     def begin(self, n_micro_batches: int):
-        """Before the first micro-batch: expect a gradient of each parameter from each of them."""
+        """Called before the first micro-batch: each brings one gradient of each parameter."""
         for unit in self.units:
             unit.missing = n_micro_batches * len(unit.named)
 
@@ -562,8 +564,8 @@ def make_weights_and_optimizer(
     """Initialise the weights. Returns (optimizer, sync): those of steps 1 and 2 for --zero 0, else
     twice the same object.
 
-    Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank ever has
-    the whole model. Therefore the weights are drawn here, and not in `train`.
+    Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank has the
+    whole model while weights are drawn. Therefore the weights are drawn here, and not in `train`.
     """
     if config.zero == "0":
         materialize(model, config.seed, device, dtype)

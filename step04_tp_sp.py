@@ -90,7 +90,7 @@ Shard and Partial.
 
                                            shape            value    gradient  remark
     embed_tokens, lm_head                  [vocab/n, dim]   shard    shard
-    x between blocks, and norm(x)          [b, s/n, dim]    shard    shard     --no-sp: all whole
+    x between blocks, and norm(x)          [b, s/n, dim]    shard    shard     --no-sp: both whole
     weights of the norms                   [dim]            whole    partial   --no-sp: both whole
     f(norm(x))                             [b, s, dim]      whole    partial   f's backward sums it
     q_proj k_proj v_proj gate_proj up_proj [out/n, in]      shard    shard     columns of A
@@ -101,7 +101,8 @@ Shard and Partial.
     logits                                 [b, s, vocab/n]  shard    shard
 
 If n does not divide vocab or ffn_dim, the last shards are padded with zeros. These stay zeros,
-because their gradients are zero: a padded channel of the MLP is 0 and meets zeros in down_proj, no
+because their gradients are zero. A padded channel of the MLP is 0, so down_proj's padding gets no
+gradient; and it is multiplied by zeros of down_proj, so the padding of gate and up gets none. No
 token has a padded id, and the loss leaves padded logits out.
 
 THE LAW. S: the bytes of a micro-batch's x, [micro_batch_size, s, dim]. An all-reduce of such a

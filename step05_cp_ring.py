@@ -43,8 +43,8 @@ Rank 1, for example, works on these pairs (chunk of queries, chunk of keys):
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-Our code computes the cells of a rank's own keys whole, and masks about half of them. So it takes
-the time of 32 units in order, on rank 3, and of 20 in zigzag, of which 8 are hop 0.
+Our code computes the cells of a rank's own keys whole, and masks about half of their pairs. So hop
+0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in zigzag each rank 8 + 3 x 4 = 20.
 
 THE SOFTMAX needs all keys, but in one hop a rank uses only some of them, a *part*. For each part it
 computes the output o of attention to these keys alone, and lse = log sum exp(scores). Then it
@@ -97,8 +97,8 @@ their square. So with enough tokens all messages can hide but the last dkv, whic
 follows.
 
 `part_attention` stores all scores of a part. With 8,192 tokens on a rank and 32 heads, one sequence
-in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for the scores, and again for their exponentials. Long
-sequences need a fused kernel (README, "Around the course").
+in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for the scores, and as much for each tensor that is computed
+from them. Long sequences need a fused kernel (README, "Around the course").
 
 Run it:    torchrun --nproc_per_node=4 step05_cp_ring.py --cp 4
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -177,7 +177,8 @@ def travel(kv: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
 class Visible(NamedTuple):
     """Which of our queries attend to which of the source's keys. Visible(slice(4, 8), slice(0, 8),
-    False): our tokens 4 to 7 attend to all of the source's tokens 0 to 7.
+    False): our tokens 4 to 7 attend to all of the source's tokens 0 to 7, as each rank counts its
+    own.
     """
 
     queries: slice  # of our tokens

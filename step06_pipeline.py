@@ -19,10 +19,10 @@ its backward, twice the work. A dot is idle time:
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-In 1F1B, before its first backward, rank r of p does p-r forwards, one for each rank that
-micro-batch 0 still has to pass, itself included. All but the last of them are the *warm-up* (on
-rank 0 above, 0 1 2). In the *steady* part the rank does one forward and one backward in turn (3 aa,
-4 bb, 5 cc). The *cool-down* is the remaining backwards (dd ee ff).
+In 1F1B, rank r of p begins with a *warm-up* of p-1-r forwards, one for each later rank that
+micro-batch 0 still has to pass (on rank 0 above, 0 1 2; or all m, if m is smaller). In the *steady*
+part it does one forward and one backward in turn (3 aa, 4 bb, 5 cc). The *cool-down* is the
+remaining backwards (dd ee ff).
 
 THE BUBBLE. In both schedules, if all p stages take equally long, each rank is idle for as long as
 p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work. With m micro-batches this is
@@ -370,7 +370,7 @@ def dtype_of(model: Decoder) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-# If it is tied, also the head
+# The name of the embedding's weight; in a tied model the head has the same parameter
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -521,7 +521,7 @@ def make_interleaved(
     return ListPipeline(config, model, mesh, positions, programs, rank_of_stage)
 
 
-SCHEDULES["interleaved"] = make_interleaved  # --schedule has this dict, and so this value, too
+SCHEDULES["interleaved"] = make_interleaved  # now --schedule may be this, too
 
 
 def count_micro_batches(config: Config, dp: Group) -> int:

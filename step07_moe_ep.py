@@ -36,9 +36,10 @@ Take the launch below (pp 2, cp 2, tp 2, ep 2; 8 experts, so 4 on a rank). If we
 rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forward of a layer. With
 tokens, it routes those that it has between blocks: cp and, by sequence parallelism, tp leave it a
 quarter of a micro-batch's 4 x 256, that is 256 tokens, so 512 rows of 128 numbers. About half go to
-the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. Both ways
-send the same fraction, (n-1)/n, of their numbers. So if a rank routes T tokens, rows are cheaper if
-2 T K dim < 3 dim ffn_dim E: here if T < 3 x 352 x 8 / (2 x 2) = 2,112.
+the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In general
+both ways send the fraction (ep-1)/ep of a total: of a rank's rows, twice, and of the weights of all
+E experts. So if a rank routes T tokens, rows are cheaper if 2 T K dim < 3 dim ffn_dim E: here if
+T < 3 x 352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -53,8 +54,9 @@ The loss that you see excludes the second term.
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so only P has a gradient. It pushes (W x)_e, a token's logit of e, down if f_e
-is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if f_e is below.
+f comes from counts, so only P has a gradient. An update then lowers (W x)_e, a token's logit of e,
+if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and raises it if f_e is
+below.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
@@ -74,7 +76,7 @@ does not cut an expert, so step 4's operators f and g around an MLP are gone. On
     cp           cp              0 2                 divide each sequence         step 5's ring
     tp           tp              0 1                 divide attention, embedding  step 4's f and g;
                                                      and head                     sums of gradients
-    sequence     cp x tp         0 1 2 3             divide each micro-batch      sums of counts
+    micro_batch  cp x tp         0 1 2 3             divide each micro-batch      sums of counts
     ep           --ep ranks, one 0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
                  after another
     expert_data  every --ep-th   0 8                 hold the same experts        sums of gradients
@@ -94,14 +96,18 @@ layer: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If choices are spread
-evenly, it sends these bytes in each layer (w: bytes of an element; n: the size of the group in the
-first column; step: a training step; gradients: those of its experts):
+evenly, it sends these bytes in each layer:
 
     over         for each      what                   bytes                    with --recompute full
     ep           micro-batch   rows                   (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
     ep           micro-batch   counts                 (n-1)/n x 8 E            (n-1)/n x 16 E
-    sequence     micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
+    micro_batch  micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
     expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
+
+    n            the size of the group in the first column
+    w            bytes of an element; a count has 8
+    step         a training step
+    gradients    those of the rank's experts
 
 For all other messages the laws of steps 2 to 6 hold, with three changes (and --balance bias has a
 law of its own, in its class):
@@ -109,7 +115,8 @@ law of its own, in its class):
     - Of step 4's operators f and g, a layer keeps only those around attention. With S the bytes of
       [micro_batch_size, seq / cp, dim] it sends (n-1)/n x 4 S over tp, n = tp; with --recompute
       full (n-1)/n x 6 S.
-    - In the sums of gradients routers take the place of MLPs; over tp they are beside the norms.
+    - The sums of gradients over data have the routers, and not the MLPs; step 4's sum over tp has
+      the routers beside the norms.
     - With --zero 1, 2 or 3 experts follow step 3's law, with the n of expert_data.
 
 For tiny as launched below, in fp32:
@@ -117,11 +124,11 @@ For tiny as launched below, in fp32:
     ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
                     = 262,144 + 32 bytes
     ep, backward    1/2 x 2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
-    sequence        2 x 3/4 x 8 x 8 (experts) = 96
+    micro_batch     2 x 3/4 x 8 x 8 (experts) = 96
     expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
 
-With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is
-16 x 96 = 1,536 over `sequence` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is only
+With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is 16
+x 96 = 1,536 over `micro_batch` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is only
 near 16 x 524,320 = 8,389,120, because choices are not spread evenly.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
@@ -169,9 +176,9 @@ from step06_pipeline import SCHEDULES, sum_tied
 #     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
 # On a rank of the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
-# leaving_GL[r, i]: how many of our rows go to rank r's i-th expert. On rank 0 of the figure:
+# leaving_GL[r, i]: how many of our rows go to expert i of rank r, from 0. On rank 0 of the figure:
 #     [[2, 0], [1, 1]]: e0 gets 2, e1 none, e2 and e3 get 1 each.
-# arriving_GL[r, i]: how many rows come from rank r for our i-th expert. On rank 0 of the figure:
+# arriving_GL[r, i]: how many rows come from rank r for our expert i. On rank 0 of the figure:
 #     [[2, 0], [0, 2]]: rank 0 sends 2 for e0, rank 1 sends 2 for e1.
 
 
@@ -374,9 +381,9 @@ class MoE(nn.Module):
         out_TKD = self.expert_outputs(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
-        return self.after_experts(out_TD.view_as(x), p_TE, counts_E)
+        return self.balance(out_TD.view_as(x), p_TE, counts_E)
 
-    def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return the block's output `out` [batch, seq, dim]. A subclass may record the choices, or
         attach a loss whose gradient backward adds.
 
@@ -422,7 +429,7 @@ class LossBalancedMoE(MoE):
 
     def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, expert_dim, config, mesh)
-        self.sequence_group = mesh["sequence"]  # the ranks that share a micro-batch (cp x tp)
+        self.micro_batch_group = mesh["micro_batch"]  # the ranks that share a micro-batch (cp x tp)
         sequences = config.global_batch_size // mesh["dp"].size  # of this rank
         if sequences % config.micro_batch_size:
             raise UserError(
@@ -442,7 +449,7 @@ class LossBalancedMoE(MoE):
         of a token's logit of e is (E / n_tokens) p_e (f_e - sum_j p_j f_j).
         """
         total_E = counts_E.clone()  # of the whole micro-batch
-        all_reduce(total_E, self.sequence_group).wait()
+        all_reduce(total_E, self.micro_batch_group).wait()
         n_choices = total_E.sum()  # tokens x K
         f_E = total_E.to(p_TE.dtype) / n_choices
         n_tokens = n_choices / self.top_k
@@ -450,7 +457,7 @@ class LossBalancedMoE(MoE):
         n_experts = len(f_E)
         return n_experts * (f_E * term_of_P_E).sum()
 
-    def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
         own_term = self.aux_loss(p_TE, counts_E)
         return AddGradientOfLoss.apply(out, self.coeff * own_term)
@@ -495,14 +502,14 @@ def check_experts(config: Config, mesh: Mesh):
 
 
 def make_groups(mesh: Mesh, config: Config):
-    """Create the groups ep, expert_data and sequence of the table GROUPS, on every rank."""
+    """Create the groups ep, expert_data and micro_batch of the table GROUPS, on every rank."""
     # A table of ranks for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]].
     # The ranks of a row together hold all experts (a group ep), those of a column the same
     # (expert_data)
     for table in mesh.grid.reshape(config.pp, -1, config.ep):
         mesh.add_groups("ep", table, queue="activations")
         mesh.add_groups("expert_data", table.T, queue="gradients")
-    mesh.add_groups_along("sequence", "cp", "tp", queue="activations")
+    mesh.add_groups_along("micro_batch", "cp", "tp", queue="activations")
 
 
 def shard_moe(moe: MoE, mesh: Mesh):
@@ -614,7 +621,7 @@ class BiasBalancedMoE(MoE):
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
-    def after_experts(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
         With --recompute full, backward repeats a layer only as far as it needs, and that ends

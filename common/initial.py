@@ -44,9 +44,9 @@ def materialize(
     names: Collection[str] | None = None,
 ):
     """Allocate and initialise parameters of a meta-device model: those in `names`, or all. Step 3
-    calls it with `names`, once for each group of parameters; the first call allocates all buffers.
+    calls it with `names`, once for each of its units; the first call allocates all buffers.
 
-    A meta tensor cannot be filled, so each nn.Parameter is replaced by a new one. Therefore create
+    A meta tensor has no memory, so each nn.Parameter is replaced by a new one. Therefore create
     optimizers and hooks after this call.
     """
     chosen = {}  # meta-device parameters by name
@@ -57,7 +57,7 @@ def materialize(
     for name, whole in draw_all(chosen, model.config.n_layers, seed):
         param = chosen[name]
         part = whole
-        record = record_of(param)  # layout.py; in step 1 it has nothing to say
+        record = record_of(param)  # layout.py; in steps 1 to 3 its `shard` is None
         if record.shard is not None:  # from step 4 on: this rank keeps only a shard
             part = shard_of(whole, record.shard)
         filled = nn.Parameter(part.to(device, dtype))
@@ -91,7 +91,7 @@ def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tu
     as by a loop of `draw`. Up to 8 threads draw, because one draws some 100 million numbers a
     second, and llama3-8b has 8 billion.
 
-    params: name -> the parameter, or this rank's shard of it: then its record has the whole shape.
+    params: name -> the parameter, or this rank's shard of it: then its record has the whole size.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
     threads = max(1, min(8, (os.cpu_count() or 1) // ranks))
@@ -100,6 +100,6 @@ def draw_all(params: dict[str, Tensor], n_layers: int, seed: int) -> Iterator[tu
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(names), threads):  # not all at once, which would fill memory
             some_names = names[start : start + threads]
-            buffers = [torch.empty(full_shape(params[name])) for name in some_names]
-            wholes = pool.map(draw_one, buffers, some_names)
+            empty = [torch.empty(full_shape(params[name])) for name in some_names]
+            wholes = pool.map(draw_one, empty, some_names)
             yield from zip(some_names, wholes, strict=True)

@@ -34,10 +34,10 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
 
     `cls`: the step's Config. `run_type`: `Run`, or a subclass of it.
 
-    With several ranks the process then ends by os._exit: threads of NCCL or gloo can block Python's
-    own shutdown; and only when a process has ended after an error does torchrun end the others,
-    which may wait for it. (--help, and Ctrl-C outside the steps, end Python as usual. A hang, or a
-    second Ctrl-C during the steps, ends the process in watch.py.)
+    With several ranks the process ends by os._exit, because threads of NCCL or gloo can block
+    Python's own shutdown. After an error that would be bad: the other ranks wait for this one, and
+    torchrun ends them only when this process has ended. (--help, and Ctrl-C outside the steps, are
+    no Exception: they end Python as usual.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     run = None
@@ -51,8 +51,8 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
-        training = run is not None and run.training
-        status = print_error(error, training)
+        steps_began = run is not None and run.steps_began
+        status = print_error(error, steps_began)
     sys.stdout.flush()
     sys.stderr.flush()
     if several_ranks:
@@ -60,17 +60,17 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     sys.exit(status)
 
 
-def print_error(error: Exception, training: bool) -> int:
+def print_error(error: Exception, steps_began: bool) -> int:
     """If the user can fix the error, print one line and return 2. Otherwise print its traceback and
     return 1.
 
-    The user can fix a UserError, and torch.OutOfMemoryError. Before the steps begin (`training` is
-    False), an OSError (a path) or torch's DistError (a network) is most likely the user's to fix,
-    too.
+    The user can fix a UserError, and torch.OutOfMemoryError. Before the steps begin (`steps_began`
+    is False), an OSError (a path) or torch's DistError (a network) is most likely the user's to
+    fix, too.
     """
     fixable = isinstance(error, UserError)
     text = str(error)
-    if not training and isinstance(error, OSError | DistError):
+    if not steps_began and isinstance(error, OSError | DistError):
         fixable = True
     if isinstance(error, torch.OutOfMemoryError):
         fixable = True
@@ -84,7 +84,8 @@ def print_error(error: Exception, training: bool) -> int:
     if os.environ.get("RANK", "0") != "0":
         # Usually all ranks have this error. So every rank but rank 0 waits here. Meanwhile rank 0
         # prints the error and ends, and torchrun then ends this rank, too. If this rank is still
-        # alive after 10 seconds, rank 0 does not have the error, or is on another node
+        # alive after 10 seconds, rank 0 does not have the error, or is on another node: so this
+        # rank prints it
         time.sleep(10)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return 2
@@ -157,6 +158,7 @@ def check_environment():
     """Raise UserError if environment variables show that this launch cannot work, or was most
     likely not meant.
     """
+    # (Clusters may set MASTER_ADDR and MASTER_PORT without torchrun)
     if os.environ.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
         check_torchrun()
     else:
@@ -174,10 +176,10 @@ def check_torchrun():
         raise UserError(
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
-    # With --max-restarts, torchrun starts all ranks again if one fails. By default they cannot
-    # connect: torchrun's own key-value store still has the old ranks' addresses.
-    # TORCHELASTIC_USE_AGENT_STORE is "False" if rank 0 makes a store of its own at each start,
-    # which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 brings about
+    # With --max-restarts, torchrun starts all ranks again if one fails. By default all attempts
+    # share one key-value store of torchrun, which still has the old ranks' addresses: the new ranks
+    # cannot connect. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 makes a new store for each
+    # attempt; torchrun then sets TORCHELASTIC_USE_AGENT_STORE to "False"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
         raise UserError(

@@ -17,7 +17,7 @@ has this share of a token's FLOPs in smollm-1.7b (1,711,276,032 weights in matri
 
     7 x seq x dim     6.4 %     here: the causal half of 7 products. One of them, the scores in
                                 backward, is a repetition: every fused attention makes it, so it
-                                counts. What --recompute repeats does not
+                                counts. What --recompute repeats does not count
     12 x seq x dim    10.5 %    PaLM (Chowdhery et al. 2022): all pairs of tokens in 6 products
 """
 
@@ -26,7 +26,6 @@ import math
 import torch
 
 from common.model import ModelConfig
-from common.report import Row
 
 # A GPU's name (torch.cuda.get_device_name) -> its peaks (bf16, fp32) in TFLOP/s, from data sheets
 # and white papers: for dense matrices, and fp32 without TF32. 0: the GPU has no bf16
@@ -52,19 +51,19 @@ def peak_flops(name: str, dtype: torch.dtype) -> float:
     return peaks.get(dtype, 0) * 1e12
 
 
-def flops_per_token(rows: dict[str, Row], config: ModelConfig, top_k: int) -> float:
-    """FLOPs of one token, forward and backward. `rows`: of the whole model; `row.whole` is the
-    shape of a parameter. `top_k`: how many experts a token visits.
+def flops_per_token(shapes: dict[str, tuple], config: ModelConfig, top_k: int) -> float:
+    """FLOPs of one token, forward and backward. `shapes`: name -> shape, of all parameters of the
+    model. `top_k`: how many experts a token visits.
     """
     weights = 0.0
-    for name, row in rows.items():
-        size = math.prod(row.whole)
+    for name, shape in shapes.items():
+        size = math.prod(shape)
         is_only_looked_up = "embed_tokens" in name and not config.tied
-        # 1 dimension: a norm, which is not counted. 2: a matrix. 3: experts, [experts, out, in]
-        if len(row.whole) == 3:
-            weights += size * top_k / row.whole[0]
-        elif len(row.whole) == 2 and not is_only_looked_up:
+        # 2 dimensions: a matrix. 3: experts, [experts, out, in]. (1: a norm, which is not counted)
+        if len(shape) == 2 and not is_only_looked_up:
             weights += size
+        elif len(shape) == 3:
+            weights += size * top_k / shape[0]
     return 6 * weights + 7 * config.seq_len * config.dim * config.n_layers
 
 

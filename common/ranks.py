@@ -52,14 +52,14 @@ class Ranks:
             if other != first:
                 raise UserError(f"{what}: {other} on rank {rank}, but {first} on rank 0")
 
-    def attempt(self, what: str, action: Callable, *args: Any, on_rank_0: bool = False):
-        """Call action(*args) on all ranks, or with `on_rank_0` on rank 0 alone. If it raises
+    def attempt(self, what: str, action: Callable, *args: Any, only_on_rank_0: bool = False):
+        """Call action(*args) on all ranks, or with `only_on_rank_0` on rank 0 alone. If it raises
         OSError on any, raise UserError on all: `what`, and the message of the lowest rank that
         failed. Any other error ends this rank; the others wait, until torchrun ends them.
         """
         problem = ""
         try:
-            if not on_rank_0 or self.rank == 0:
+            if not only_on_rank_0 or self.rank == 0:
                 action(*args)
         except OSError as error:
             problem = f"rank {self.rank}: {error.strerror or error}"

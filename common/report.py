@@ -10,7 +10,7 @@ fp32 on two ranks with --tp 2:
     4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
     4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
 
-    4 x                 one in each of 4 layers
+    4 x                 one in each of 4 layers; bytes are those of one
     dim 0 over tp 2     dimension 0 is cut into 2 parts, one for each rank of tp (257 rows become
                         129 and 129: the second rank's last row is padding)
     summed              printed as "gradient summed over": the groups of more than one rank
@@ -35,11 +35,11 @@ from common.ranks import Ranks
 # --- The table of parameters ----------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class ParamRow(NamedTuple):
     """A row of the table: a parameter's whole shape, and the part that one rank holds.
 
-    The table does not show ZeRO's shards. With --zero 3 `nbytes` is what a rank holds while it uses
-    the parameter.
+    A shard is here that of tp or ep, not ZeRO's. With --zero 3 `nbytes` is what a rank holds while
+    it uses the parameter.
     """
 
     whole: tuple[int, ...]  # shape
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     summed: str  # over which ranks its gradient is summed: "dp 4, tp 2"
 
 
-def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
+def param_rows_of(model: nn.Module, mesh: Mesh) -> dict[str, ParamRow]:
     """The rows of the parameters that this rank holds, by name.
 
     They show the record of layout.py:
@@ -73,11 +73,11 @@ def rows_of(model: nn.Module, mesh: Mesh) -> dict[str, Row]:
             summed.append("first and last stage")
         whole = tuple(full_shape(param))
         shape = tuple(param.shape)
-        rows[name] = Row(whole, shape, param.nbytes, sharded, ", ".join(summed))
+        rows[name] = ParamRow(whole, shape, param.nbytes, sharded, ", ".join(summed))
     return rows
 
 
-def parameter_table(rows: dict[str, Row]) -> str:
+def parameter_table(rows: dict[str, ParamRow]) -> str:
     """The rows as text. Parameters whose names differ only in the layer's number share a row, which
     shows the first of them.
     """
@@ -100,12 +100,12 @@ def parameter_table(rows: dict[str, Row]) -> str:
     return "\n".join(text)
 
 
-def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
+def gather_param_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, ParamRow]:
     """The row of each parameter of the whole model, by name. With pp a rank holds only some, so
     ranks gather their rows; if several hold a parameter, the first rank's row counts. A collective.
     """
-    rows: dict[str, Row] = {}
-    for held in ranks.all_gather(rows_of(model, mesh)):
+    rows: dict[str, ParamRow] = {}
+    for held in ranks.all_gather(param_rows_of(model, mesh)):
         for name, row in held.items():
             rows.setdefault(name, row)
     return rows
@@ -115,7 +115,7 @@ def gather_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Row]:
 
 
 def introduction(
-    device: str, data: str, mesh: Mesh, rows: dict[str, Row], model: nn.Module, optimizer: Any
+    device: str, data: str, mesh: Mesh, rows: dict[str, ParamRow], model: nn.Module, optimizer: Any
 ) -> str:
     """What rank 0 prints before the first step: devices, mesh, the line `data` about the data, and
     how many parameters the model has. With several ranks also the table of parameters, and how many
@@ -137,7 +137,9 @@ def introduction(
 
 
 def progress(row: dict[str, Any]) -> str:
-    """A row of metrics.jsonl as the progress bar shows it."""
+    """The text beside the progress bar: of a row of metrics.jsonl the loss and the tokens per
+    second, and on a GPU MFU and peak memory.
+    """
     shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
     if "mfu" in row:
         shown += f"  MFU {row['mfu']:.1%}"
@@ -153,7 +155,8 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            bad = name  # the last one stays: backward has reached it first
+            # The last one stays. Backward has reached it first, so it is nearest to the cause
+            bad = name
     found = []
     for rank, name in enumerate(ranks.all_gather(bad)):
         if name:

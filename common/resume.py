@@ -8,7 +8,7 @@ FREE lists the flags that may change: where a run reads its tokens, what it writ
 computes, how the ranks divide the work. These flags change the results at most by rounding, which
 in step 7 may choose another expert. Only another --dtype changes more: with bf16 the losses differ
 visibly. --dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between
-them, give --dtype. Two flags need more:
+them, give the saved run's --dtype. Two flags have a condition:
 
     --dataset            may be another path, but to the same tokens: their fingerprint is compared
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
@@ -98,7 +98,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
-    two of compare.py.
+    two of compare.py. `flags`: those of one of the two.
     """
     # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
     # none or bias
@@ -115,6 +115,6 @@ def check_flags(saved: Checkpoint, flags: dict[str, Any], fingerprint: str):
         before = saved.about["flags"].get(name, value)
         if before != value and name not in free:
             raise UserError(f"--resume {saved.folder}: {spelled(name)} was {before}: keep it")
-    # "": a tool made the checkpoint from another format's weights, and no data are compared
+    # A tool that converts another format's weights writes "": then no data are compared
     if saved.about["fingerprint"] not in ("", fingerprint):
         raise UserError(f"--resume {saved.folder}: --dataset has other tokens than the saved run's")

@@ -49,11 +49,10 @@ from common.model import Decoder
 from common.profiling import check_profile, make_profiler
 from common.ranks import Ranks
 from common.report import (
-    Row,
     append_row,
     create_files,
     draw_loss,
-    gather_rows,
+    gather_param_rows,
     introduction,
     progress,
     where_not_finite,
@@ -106,12 +105,12 @@ class Run:
         self.history: list[dict] = []
         # Whether the steps have begun. `main` (launch.py) asks this after an error: before them, an
         # OSError is most likely the user's to fix
-        self.training = False
+        self.steps_began = False
         self.timed_since = 0.0  # the time at which the next row's seconds begin
         self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
-        # Declared here, set by `set_up`:
+        # Declared here, set by `set_up`. (`steps` sets model, optimizer, data, mesh and others)
         self.ranks: Ranks
         self.meter: Meter
         self.bar: tqdm
@@ -135,8 +134,9 @@ class Run:
         caller's loop runs. Besides yielding, it
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
-                                     number is then that of the steps done. Writes config.json, and
-                                     prints the devices, the mesh, the data and the parameters
+                                     number is then the number of steps already done. Writes
+                                     config.json, and prints the devices, the mesh, the data and the
+                                     parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves a checkpoint, and ends
@@ -152,17 +152,16 @@ class Run:
         done = self.set_up()
         profiler = make_profiler(self.config.profile, self.out, self.rank, self.meter.is_gpu)
         tracing = nullcontext() if profiler is None else profiler
-        # `with` closes the bar and the trace, and restores the old handlers of signals, however the
-        # loop ends: if the caller's body raises, Python closes this generator, and so leaves
-        # `with`. Until then the first signal only sets `signals.first`
+        # However the loop ends, `with` closes the bar and the trace, and restores the handlers of
+        # signals. (If the caller's body raises, Python closes this generator, and so leaves `with`)
         with self.bar, tracing, Signals() as signals:
-            self.training = True
+            self.steps_began = True
             self.timed_since = time.perf_counter()
             for step in range(done, self.config.steps):
                 self.watch.start()
                 yield step
-                # If one rank has received a signal, all end after this step. The watch still runs,
-                # because another rank may hang in its step
+                # A signal has only set `signals.first`: if one rank has received it, all end after
+                # this step. The watch still runs, because another rank may hang in its step
                 stopping = any(self.ranks.all_gather(signals.first is not None))
                 self.watch.stop()
                 self.write_what_is_due(step + 1, stopping, profiler)
@@ -231,15 +230,17 @@ class Run:
         check_profile(self.config.profile, self.config.steps - done)
         # Only now: a launch that fails above must not touch the files of an earlier run
         what = f"--out {self.out}: cannot write"
-        self.ranks.attempt(what, create_files, self.out, self.flags, self.history, on_rank_0=True)
-        rows = gather_rows(self.model, self.mesh, self.ranks)
-        self.meter = self.make_meter(rows)
+        self.ranks.attempt(
+            what, create_files, self.out, self.flags, self.history, only_on_rank_0=True
+        )
+        param_rows = gather_param_rows(self.model, self.mesh, self.ranks)
+        self.meter = self.make_meter({name: row.whole for name, row in param_rows.items()})
         self.say(
             introduction(
                 self.meter.device_name,
                 self.data.summary,
                 self.mesh,
-                rows,
+                param_rows,
                 self.model,
                 self.optimizer,
             )
@@ -250,11 +251,11 @@ class Run:
         )
         return done
 
-    def make_meter(self, rows: dict[str, Row]) -> Meter:
-        """The meter of this run. `rows`: of all parameters of the model (report.py)."""
+    def make_meter(self, shapes: dict[str, tuple]) -> Meter:
+        """The meter of this run. `shapes`: name -> shape, of all parameters of the model."""
         # Step 7's flag; in other steps a token visits the one MLP
         top_k = getattr(self.config, "experts_per_token", 1)
-        flops = flops_per_token(rows, self.model.config, top_k)
+        flops = flops_per_token(shapes, self.model.config, top_k)
         param = next(self.model.parameters())
         return Meter(param.device, param.dtype, flops, self.world)
 
@@ -301,7 +302,7 @@ class Run:
         history = self.history if self.is_rank_0 else []
         return dict(step=done, flags=self.flags, fingerprint=self.fingerprint, history=history)
 
-    # Used before the first step, too
+    # Helpers
 
     def take_sent(self) -> dict[str, int]:
         """By group, the bytes sent by this rank since the last call, as comm.py counts them."""

@@ -92,8 +92,8 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # After (v-1) p forwards the first round has come to this rank's last stage. From then on 1F1B
-    # would need one more forward for each later rank. Like Megatron-LM we take two for each, so
+    # If messages took no time, (v-1) p + (p-1-rank) would be enough: the first round through the
+    # v-1 earlier stages, then 1F1B's warm-up. Like Megatron-LM we count the later ranks twice, so
     # that a rank has work while messages travel. The price is more forwards in flight: rank 0 of 2,
     # with v = 2, has 5 instead of 4
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
@@ -210,20 +210,19 @@ def add_messages(
 ) -> list[list[Instruction]]:
     """Each rank's program: its list of actions, with the sends and receives that these need.
 
-    MESSAGES CAN DEADLOCK, even if the lists do not. `ListPipeline` starts each send or receive, and
-    computes on until an action needs a message. But NCCL runs the messages of a group one after
+    MESSAGES CAN DEADLOCK, even if the lists do not. NCCL runs the messages of a group one after
     another: a send or a receive that waits for its partner holds up all messages behind it. Let two
-    ranks, with one stage each, follow 1F1B:
+    ranks, with one stage each, follow 1F1B (y1, rank 0's output, is x1, rank 1's input; dx0 is
+    dy0):
 
-        rank 0    F0, send, F1, send
-        rank 1    receive, F0, B0, send
+        rank 0    F0, send y0, F1, send y1, receive dy0, B0, ...
+        rank 1    receive x0, F0, B0, send dx0, receive x1, F1, ...
 
-    Rank 0 next waits for rank 1's send, and rank 1 for rank 0's second send: but each of these two
-    sends waits for a receive, and neither has begun. If rank 1 begins to receive F1's input before
-    it computes F0, then rank 0's second send finds its receive:
+    On rank 0 the receive of dy0 stands behind send y1, on rank 1 that of x1 behind send dx0. So
+    neither send meets its receive, and both ranks wait for ever. If rank 1 begins to receive x1
+    before it computes F0, send y1 finds its receive:
 
-        rank 0    F0, send, F1, send, receive, B0, ...
-        rank 1    receive, receive, F0, B0, send, F1, ...
+        rank 1    receive x0, receive x1, F0, B0, send dx0, F1, ...
 
     The idea: all programs follow one order of all actions and messages. Then no circle of waiting
     ranks can arise (a proof follows the code). The loop goes through all actions in the order in
@@ -231,13 +230,13 @@ def add_messages(
     output, it appends a send to this program, and a receive to that rank's program.
 
     Another example: the program of rank 1, of 2, interleaved, for 2 micro-batches. Its stages are 1
-    and 3.
+    and 3. (A message has the name of the action that will use it.)
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
 
-    Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2, and the lower rank comes first. So rank
-    1 begins to receive F1.1, the output of F1.0, before it computes F0.1.
+    Rank 0's F1.0 and rank 1's F0.1 end at the same time, 2, and in the simulation's order the lower
+    rank comes first. So rank 1 begins to receive F1.1, the output of F1.0, before it computes F0.1.
     """
     programs: list[list[Instruction]] = [[] for _ in lists]
     for span in simulate(lists, rank_of_stage, costs):
@@ -259,7 +258,8 @@ def add_messages(
 #     (b) So rank 0's sends to rank 1, and rank 1's receives from rank 0, come in the same order.
 #         Messages arrive in the order of their sends, so each meets its own receive.
 #     (c) What an action or a message needs has a smaller number: the action that made its input
-#         ended earlier (all costs are above 0), and its message was numbered right after that.
+#         ended earlier (all costs are above 0), and its message was numbered right after that. (A
+#         send also waits for the previous send to the same peer, which has a smaller number, too.)
 #
 # Suppose that some ranks wait for ever, and take the smallest number that is not done. Each rank
 # that takes part in it has done what comes earlier in its program (a), and what it needs is done,

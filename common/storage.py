@@ -10,10 +10,11 @@ directory a run keeps its last two checkpoints, and removes older ones (`remove_
 could not be read may stay longer).
 
 DAMAGE. A disk may change or lose what was written. A .pt file is a zip archive with checksums, and
-also says how many files the checkpoint has. So before a run resumes, the ranks share the files out
-among them, read them all, and find out whether some are damaged or missing. A file that cannot be
-read counts as damaged. A checkpoint without damage is called *sound*. If one is not, the ranks try
-the next older one. If none is left, or if --resume names the damaged one, the run ends.
+also says how many files the checkpoint has. So before a run resumes, the ranks divide the files
+among themselves, read them all, and find out whether some are damaged or missing. A file that
+cannot be read counts as damaged. A checkpoint without damage is called *sound*. If a checkpoint is
+not, the ranks try the next older one. If none is left, or if --resume names the damaged one, the
+run ends.
 
 A NETWORK DISK. A rank may see only some seconds later what another has written. So when a run
 resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
@@ -57,12 +58,13 @@ def name_checkpoint(hidden: Path, folder: Path, n_ranks: int):
 
 def remove_older(folder: Path, previous: Path):
     """Remove the checkpoints beside `folder` with a lower step number than `previous`. If
-    `previous` is not one of them, but another run's, or a copy with another name, remove nothing.
+    `previous` is not one of the checkpoints there, but another run's, or a copy with another name,
+    remove nothing.
 
     A checkpoint newer than `previous` may be one that could not be read. It stays until `previous`
     has a higher number: perhaps the disk failed only for a moment. For example, a run that could
-    not read step 100 has resumed from 50, and saves 70, 90, 110 and 130: step 100 goes when 130 is
-    saved.
+    not read step 100 resumes from 50 with --save-every 40, and saves 80, 120 and 160: 100 goes when
+    160 is saved.
     """
     paths = checkpoints_of(folder.parent)  # newest first
     resolved = [path.resolve() for path in paths]
@@ -96,11 +98,11 @@ def save_checkpoint(
     what = f"--out: cannot save {folder}"
     try:
         # No rank writes before rank 0 has cleaned up
-        ranks.attempt(what, remove_hidden, folder.parent, on_rank_0=True)
+        ranks.attempt(what, remove_hidden, folder.parent, only_on_rank_0=True)
         ranks.attempt(what, write_file, path, content, pieces)
-        ranks.attempt(what, name_checkpoint, hidden, folder, ranks.world, on_rank_0=True)
+        ranks.attempt(what, name_checkpoint, hidden, folder, ranks.world, only_on_rank_0=True)
         if previous is not None:
-            ranks.attempt(what, remove_older, folder, previous, on_rank_0=True)
+            ranks.attempt(what, remove_older, folder, previous, only_on_rank_0=True)
     except UserError:
         # All ranks do this: without a shared directory each node has hidden files of its own
         remove_hidden(folder.parent)
@@ -170,8 +172,10 @@ def problem_of(paths: list[Path], ranks: Ranks) -> str:
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()  # compares checksums
             content = read_file(path)
-            if broken or (content["rank"], content["ranks"]) != (number, len(paths)):
-                return f"{path.name} is damaged, or another file is missing"
+            if broken:
+                return f"{path.name} is damaged"
+            if (content["rank"], content["ranks"]) != (number, len(paths)):
+                return f"{path.name} is of another checkpoint, or another file is missing"
         except Exception as error:  # of almost any type, if bytes are random
             return f"{path.name} is damaged: {error}"
     return ""

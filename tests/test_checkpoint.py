@@ -69,7 +69,7 @@ def checkpoint_of(pieces: dict[Place, dict[str, Tensor]]) -> Checkpoint:
     saved = Checkpoint.__new__(Checkpoint)
     saved.folder = Path("X")
     saved.pieces = dict(weight=pieces)
-    saved.example = dict(weight=Piece(*next(iter(pieces.items()))))
+    saved.any_piece = dict(weight=Piece(*next(iter(pieces.items()))))
     return saved
 
 
@@ -83,7 +83,7 @@ def test_a_piece_is_assembled_from_those_of_any_layout(cut, n):
     saved = checkpoint_of(saved_pieces(whole, cut, n))
     for name, other in CUTS.items():
         for place, tensors in saved_pieces(whole, other, 2).items():
-            close(saved.values_at("weight", "values", place), tensors["values"], name)
+            close(saved.saved_at("weight", "values", place), tensors["values"], name)
 
 
 @cases("missing", range(6))
@@ -94,7 +94,7 @@ def test_a_missing_piece_is_an_error(missing):
     del pieces[list(pieces)[missing]]
     saved = checkpoint_of(pieces)
     with pytest.raises(UserError, match="--resume X: its files have only a part of weight"):
-        saved.values_at("weight", "values", piece_of(whole).place)
+        saved.saved_at("weight", "values", piece_of(whole).place)
 
 
 def piece_of(master: Tensor) -> Piece:

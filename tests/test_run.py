@@ -20,7 +20,7 @@ from common.launch import check_environment, compare_launches, connect_ranks
 from common.meter import flops_per_token, peak_flops
 from common.model import PRESETS, Decoder
 from common.profiling import make_profiler
-from common.report import parameter_table, rows_of
+from common.report import param_rows_of, parameter_table
 from common.run import Run
 from common.watch import Signals
 from tests.equal import STEP1, Watch, close, decoder, run_of
@@ -249,7 +249,8 @@ def test_peaks_are_those_of_exact_names(name, dtype, expected):
 def test_flops_of_a_token(tied):
     """Those of tiny, which test_step01::test_law_of_flops counts, also if the head is tied."""
     model = decoder(dtype=None, **vars(PRESETS["tiny"]) | dict(tied=tied))
-    found = flops_per_token(rows_of(model, Mesh(dp=1)), model.config, 1)  # 1: an MLP
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    found = flops_per_token(shapes, model.config, 1)  # 1: an MLP
     close(float(found), 5_538_560.0, "FLOPs of a token")
 
 
@@ -260,7 +261,7 @@ def test_the_table_says_how_each_parameter_is_sharded():
     with torch.device("meta"):
         model = Decoder(PRESETS["debug"])
     step04.shard_tensors(model, mesh, sp=True)
-    lines = parameter_table(rows_of(model, mesh)).splitlines()
+    lines = parameter_table(param_rows_of(model, mesh)).splitlines()
     found = [" ".join(line.split()) for line in lines]
     expected = [
         "parameter whole on a rank bytes sharded gradient summed over",

@@ -112,7 +112,7 @@ def filled(module: nn.Module) -> nn.Module:
 
 def layer(dim: int = 6, width: int = 10, **flags: Any) -> step.MoE:
     """An MoE layer in fp64, in groups of one rank."""
-    names = ("dp", "tp", "data", "ep", "sequence")
+    names = ("dp", "tp", "data", "ep", "micro_batch")
     alone = {name: Group(name, 0, 1, None) for name in names}
     flags = config(**flags)
     return filled(step.BALANCE[flags.balance](dim, width, flags, alone))
@@ -207,9 +207,9 @@ def test_aux_loss_of_the_figure():
 def test_aux_loss():
     """After one all-reduce of counts, four ranks' terms sum to the loss of their 32 tokens."""
     mesh = Mesh(cp=2, tp=2)
-    mesh.add_groups_along("sequence", "cp", "tp", queue="gradients")
+    mesh.add_groups_along("micro_batch", "cp", "tp", queue="gradients")
     moe = layer()
-    moe.sequence_group = mesh["sequence"]
+    moe.micro_batch_group = mesh["micro_batch"]
     p = (draw("p", 0, 4, 8, 5) * 2).softmax(-1).requires_grad_()  # [ranks, tokens, experts]
     chosen = F.one_hot(p.topk(2).indices, 5).sum(2)
     expected = 5 * (chosen.double().mean((0, 1)) / 2 * p.mean((0, 1))).sum()
@@ -277,7 +277,7 @@ def test_bias_rises_below_the_mean_load_and_falls_above_it():
     moe = layer(balance="bias", bias_rate=0.5)
     unused = torch.zeros(1)
     for counts in ([4, 1, 0, 1, 3], [2, 0, 3, 1, 1]):
-        moe.after_experts(unused, unused, torch.tensor(counts))
+        moe.balance(unused, unused, torch.tensor(counts))
     moe.end_step()
     moe.end_step()  # no loads since
     close(moe.bias.tolist(), [-0.5, 0.5, 0.5, 0.5, -0.5], "the biases")
@@ -427,7 +427,7 @@ def sharded(sizes: dict, shape: dict, **flags: Any) -> tuple[Mesh, nn.ModuleDict
 def test_groups():
     """A rank has 4 of 8 experts, summed over expert_data; its router is summed over data and tp."""
     mesh, layers = sharded(dict(dp=2, tp=2), TINY, ep=2)
-    queues = [mesh[name].handle for name in ("ep", "sequence", "expert_data")]
+    queues = [mesh[name].handle for name in ("ep", "micro_batch", "expert_data")]
     expected = [mesh["tp"].handle] * 2 + [mesh["dp"].handle]
     close(queues, expected, "queues: twice of activations, then of gradients")
     moe = layers["1"].mlp
@@ -566,9 +566,9 @@ SENT = [
     ("step05_cp_ring", dict(cp=4, recompute="full"), dict(cp=4 * (1_310_720 + 393_216))),
     ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 6)),
     # sequence: in each layer 2 x 3/4 x 8 bytes x 2 experts
-    (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), sequence=4 * 24)),
+    (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), micro_batch=4 * 24)),
     (S7, BUSY | dict(dtype="bf16"), dict(ep=4 * (8 + (FORWARD - 8 + BACKWARD) // 2))),
-    (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), sequence=4 * 48)),
+    (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), micro_batch=4 * 48)),
     (S7, TP, dict(tp=OVER_TP)),
     (S7, TP | dict(recompute="full", balance="bias"), dict(tp=OVER_TP_RECOMPUTED + COUNTS)),
 ]

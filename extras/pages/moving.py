@@ -21,13 +21,13 @@ MICRO_BATCHES = 8
 
 def idle_fraction(spans: list[tuple], p: int) -> float:
     """The share of the time of p ranks in which they compute nothing."""
-    busy = sum(end - start for end, _, start, _ in spans)
-    return 1 - busy / (p * spans[-1][0])
+    busy = sum(span.end - span.start for span in spans)
+    return 1 - busy / (p * spans[-1].end)
 
 
 def draw_spans(axes: Axes, spans: list[tuple], now: float):
     """Draw what has begun before `now`: a box for each action, with its micro-batch."""
-    for end, rank, start, (kind, i, _) in spans:
+    for rank, (kind, i, _), start, end in spans:
         if start < now:
             width = min(end, now) - start
             axes.barh(rank, width, left=start, color=COLOURS[kind], edgecolor="white", height=0.9)

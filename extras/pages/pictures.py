@@ -75,7 +75,7 @@ def schedule(name: str, p: int, m: int) -> dict:
     end = spans[-1].end
     boxes = []
     busy = 0
-    for stop, rank, start, (kind, batch, stage) in spans:
+    for rank, (kind, batch, stage), start, stop in spans:
         note = f"{kind} {batch}, stage {stage}: time {start} to {stop}"
         boxes.append((rank, start, stop - start, "FBWR".index(kind), batch, note, start + 1))
         busy += stop - start

@@ -91,17 +91,17 @@ class CapacityMoE(LossBalancedMoE):
 
     def within_capacity(self, ids_TK: Tensor, n_experts: int) -> Tensor:
         """Which of this rank's choices are not dropped: int64 [T, K] -> bool [T, K]."""
-        n = self.sequence_group.size  # cp x tp
+        n = self.micro_batch_group.size  # cp x tp
         positions = self.positions.to(ids_TK.device)
         ids = ids_TK.unflatten(0, (-1, len(positions) // n))  # [batch, seq/n, K]
         if n > 1:
-            ids = gather_tokens(ids, self.sequence_group)  # [batch, seq, K]
+            ids = gather_tokens(ids, self.micro_batch_group)  # [batch, seq, K]
         in_order = ids[:, positions.argsort()].flatten()
         capacity = ceil(self.factor * len(in_order) / n_experts)
         # The first choice of an expert has number 1, the second 2, and so on.
         numbers = F.one_hot(in_order, n_experts).cumsum(0).gather(1, in_order[:, None])
         kept = (numbers <= capacity).view(ids.shape)[:, positions]  # rank by rank again
-        return kept.chunk(n, 1)[self.sequence_group.rank].flatten(0, 1)
+        return kept.chunk(n, 1)[self.micro_batch_group.rank].flatten(0, 1)
 
     def expert_outputs(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
         """As `MoE.expert_outputs`; the outputs of dropped choices are 0."""

@@ -133,7 +133,7 @@ def test_a_pipeline_waits_as_long_as_in_a_simulation(schedule, v, message):
     """The bubble, p - 1 times 3 units, and the messages waited for are all that is lost."""
     for p, n in (4, 4), (4, 64), (6, 18):
         lists = [ORDERS[schedule](p, n, v, rank) for rank in range(p)]
-        whole = simulate(lists, round_robin(p, v), COSTS, message)[-1][0]
+        whole = simulate(lists, round_robin(p, v), COSTS, message)[-1].end
         x = Layout(pp=p, schedule=schedule, chunks=v, micro_batch_size=1, global_batch_size=n)
         waited = seconds.messages_waited_for(x) * message
         assert 3 * (n * v + p - 1) + waited == pytest.approx(whole, rel=1e-12)

@@ -80,10 +80,10 @@ def idle(name: str, p: int, m: int, *costs: int) -> tuple[int, int]:
     spans = simulate(lists, places, dict(zip("FBW", costs, strict=True)))
     longest = 0
     for rank in range(p):
-        own = [span for span in spans if span[1] == rank]
-        longest = max(longest, own[-1][0] - own[0][2])
+        own = [span for span in spans if span.rank == rank]
+        longest = max(longest, own[-1].end - own[0].start)
     work = m * sum(costs) * len(places) // p
-    return spans[-1][0] - work, longest - work
+    return spans[-1].end - work, longest - work
 
 
 PICTURES = [("zb-h1", 4, 6), ("zb-h2", 3, 5), ("zbv", 3, 5), ("dualpipev", 2, 4)]
@@ -214,7 +214,7 @@ def layer(name: str, **flags) -> step07.MoE:
     """A layer of --balance `name` in groups of one rank, with 8 experts, of which 4 are chosen."""
     PRESETS["test"] = ModelConfig(**SHAPE | dict(dim=8, seq_len=8))
     flags = BASE | dict(model="test", balance=name, experts=8, experts_per_token=4) | flags
-    names = ("dp", "cp", "tp", "data", "ep", "sequence")
+    names = ("dp", "cp", "tp", "data", "ep", "micro_batch")
     alone = {group: Group(group, 0, 1, None) for group in names}
     moe = step07.BALANCE[name](8, 10, Config(**flags), alone)
     for key, param in moe.named_parameters():

@@ -52,7 +52,7 @@ def load_model(
     materialize(model, 0, device, dtype)
     values = {}
     for name in saved.pieces:
-        shape = saved.example[name].place.full_shape
+        shape = saved.any_piece[name].place.full_shape
         box = tuple((0, size) for size in shape)
         values[name] = saved.assemble_shard(name, "values", box, shape)
     if model.config.tied:  # saved once, as the embedding
