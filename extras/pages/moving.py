@@ -42,7 +42,7 @@ def main():
         sys.exit("error: name the file: python -m extras.pages.moving FILE.gif (or .png)")
     techniques()
     spans = {name: spans_of(name, RANKS, MICRO_BATCHES) for name in SHOWN}
-    end = max(schedule_spans[-1][0] for schedule_spans in spans.values())
+    end = max(schedule_spans[-1].end for schedule_spans in spans.values())
     figure = Figure(figsize=(8.5, 4.6), layout="constrained")
     rows = figure.subplots(len(SHOWN))
 
@@ -51,7 +51,7 @@ def main():
             axes.clear()
             draw_spans(axes, schedule_spans, now)
             title = SHOWN[name]
-            if now >= schedule_spans[-1][0]:
+            if now >= schedule_spans[-1].end:
                 title += f", idle {idle_fraction(schedule_spans, RANKS):.0%}"
             axes.set_title(title, loc="left", fontsize=10)
             axes.set(xlim=(0, end), ylim=(RANKS - 0.4, -0.6), xticks=[], ylabel="rank")
