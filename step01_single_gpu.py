@@ -56,19 +56,18 @@ Together they take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. At
 probabilities are not saved: backward computes them again from log sum exp. (With --compile, the
 compiler chooses what is saved.)
 
+On a CPU a run is in fp32 by default, so all these numbers have 4 bytes, 4 x (2,304 + 10). There
+each RMSNorm also saves dim numbers more, 2 x 128 x 4: together 10,280 bytes for each token.
+
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
 numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numbers of the table
 exist for one layer at a time. The repetition stops as soon as it has silu(gate) * up, the input of
 down_proj: backward does not need down_proj's output, which is only added to y.
 
-On a CPU each RMSNorm saves dim numbers more, in fp32. So in fp32, a CPU's default, a layer saves
-4 x 2,314 + 2 x 128 x 4 = 10,280 bytes for each token.
-
-FLOPs OF A TOKEN, of matrix products alone. (If a GPU's peak is known, the progress bar shows the
-MFU: these FLOPs in a second, divided by the peak.) Each weight of a matrix costs 6: 2 in forward
-(multiply, add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In
-causal attention a token attends to about seq/2 tokens on average, so that one matrix product costs
-2 x dim x seq/2 = seq x dim for each token. There are seven such products:
+FLOPs OF A TOKEN, of matrix products alone. Each weight of a matrix costs 6: 2 in forward (multiply,
+add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In causal
+attention a token attends to about seq/2 tokens on average, so that one matrix product costs 2 x dim
+x seq/2 = seq x dim for each token. There are seven such products:
 
     forward 2     scores S = q k^T / sqrt(d), output o = P v, where P = softmax(S), d = head_dim
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k / sqrt(d),
@@ -84,6 +83,9 @@ repeats the two forward products of attention, and the 2 forward FLOPs of each w
 down_proj's:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
+
+(If a GPU's peak is known, the progress bar shows the MFU: the FLOPs of a second, divided by the
+peak. What is repeated does not count.)
 
 Run it:    python step01_single_gpu.py
 You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2, on
@@ -232,7 +234,7 @@ def recompute_nothing(model: Decoder, **options: Any):
 
 def recompute_layers(model: Decoder, **options: Any):
     """Let each layer save only its input, and run its forward again in backward. Gradients stay the
-    same. `options`: further arguments of `checkpoint`.
+    same. `options`: further arguments of `checkpoint`, which only step 7 has.
     """
     for layer in model.model.layers.values():
         # An attribute of this object: from now on `layer(x)` calls it, not its class's method
@@ -314,7 +316,7 @@ def train(config: Config, run: Run):
     optimizer = Optimizer(model, config)
 
     # Yields 0, 1, ..., or with --resume the steps that are left. `run` saves and restores model and
-    # optimizer, and compares the data
+    # optimizer, and refuses to resume with other data
     for step in run.steps(model=model, optimizer=optimizer, data=data):
         tokens, targets = data.batch(step)  # int64 [batch, seq]; target: the next token
         # Targets that are IGNORE, such as a prompt's tokens in fine-tuning, do not count. `clamp`:

@@ -26,15 +26,15 @@ THREE WAYS TO SUM:
 
 BUCKETS. Each all-reduce has a fixed cost, so many small ones are slow. One large one could start
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
-1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. With
-the usual 25 MiB, all of tiny's gradients, 3.2 MB, would be one bucket.
+1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. (By
+DistributedDataParallel's default, 25 MiB, all of tiny's gradients, 3.2 MB, would be one bucket.)
 
 Buckets are filled roughly in the order of backward, from the head to the embedding. Each
 micro-batch adds once to each gradient, and a bucket counts how many of these additions are still to
-come. Tiny's first has 11 parameters: the head, the last norm, and layer 3's nine. On 4 ranks each
-rank has 8 sequences, 2 micro-batches, so the counter starts at 11 x 2 = 22. It reaches 0 in the
-backward of the last micro-batch: the all-reduce of this bucket starts, while backward goes on to
-earlier layers.
+come. Tiny's first has the gradients of 11 tensors: the head, the last norm, and layer 3's nine. On
+4 ranks each rank has 8 sequences, 2 micro-batches, so the counter starts at 11 x 2 = 22. It reaches
+0 in the backward of the last micro-batch: the all-reduce of this bucket starts, while backward goes
+on to earlier layers.
 
 All ranks must start their collectives in the same order, but gradients could become complete in a
 different order on each rank. So a complete bucket waits for those before it (Li et al. 2020,
@@ -57,9 +57,9 @@ You should see step 1's losses, up to rounding (on a GPU, with --dtype fp32 for 
     python -m common.compare runs/step01_single_gpu runs/step02_ddp
 It judges only the first 20 steps, because the effects of rounding grow.
 
-In runs/step02_ddp/metrics.jsonl, `sent` has the bytes of gradients and losses that rank 0 sends in
-a training step, by group, here only dp. For PyTorch's all-reduces, common/comm.py computes this by
-the law; with --sync ring it counts the messages of gradients as they are sent.
+In runs/step02_ddp/metrics.jsonl, `sent` has the bytes of the gradients and the loss that rank 0
+sends in a training step, by group, here only dp. For PyTorch's all-reduces, common/comm.py computes
+this by the law; with --sync ring it counts the messages of gradients as they are sent.
 
 PyTorch's own way: model = DistributedDataParallel(model, bucket_cap_mb=25), and `with
 model.no_sync():` around forward and backward of all micro-batches but the last. It broadcasts rank
@@ -130,7 +130,7 @@ class NaiveSync:
     def finish(self):
         """Called after the last micro-batch: sum each `.grad` over the ranks."""
         for param in self.params:
-            group = data_group_of(param, self.mesh)  # mesh["dp"], until step 5
+            group = data_group_of(param, self.mesh)  # mesh["dp"] in steps 2 to 4
             self.sum_up(param.grad, group)
 
     def sum_up(self, gradient: Tensor, group: Group):
@@ -139,7 +139,8 @@ class NaiveSync:
 
 
 class RingSync(NaiveSync):
-    """Sum each gradient by a ring all-reduce of our own: 2 (n-1) messages to the right.
+    """Sum each gradient by a ring all-reduce of our own: n ranks form a ring, and each sends 2
+    (n-1) messages to its right neighbour, rank r+1 (mod n).
 
     This is the algorithm of Patarasuk and Yuan 2009. Each gradient has n shards, here 4: shard 0 is
     a, shard 1 is b, and so on. In round s rank r sends shard r-s and receives shard r-s-1 (mod n).

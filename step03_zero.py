@@ -48,9 +48,8 @@ Weights are last, because they must be gathered for each use. In stage 3 a rank 
 before its forward, frees it afterwards, and gathers it again for its backward. While one unit
 computes, the next one is gathered.
 
-THE LAW. Bytes that a rank holds for each parameter at the update: in bf16 2 of the weight, 4 of a
-gradient, 4 of the master, 8 of the moments; in fp32 4, 4, 0 and 8. 6 + 16/n means that every rank
-holds 6 bytes, and 16 are divided among the ranks.
+THE LAW. Bytes that a rank holds for each parameter at the update (step 1's table has the bytes of
+weight, gradient, master and moments):
 
                                             bf16                    fp32
     stage   whole on every rank             bytes          n = 8    bytes          n = 8
@@ -59,19 +58,16 @@ holds 6 bytes, and 16 are divided among the ranks.
     2       weights                         2 + 16/n       4        4 + 12/n       5.5
     3       nothing                         18/n           2.25     16/n           2
 
-Stage 1 holds two gradients, the local one, whole, and its shard of the sum. In bf16, whole are the
-weight (2) and the local gradient (4); divided are the sum (4), the master (4) and the moments (8).
-The paper has 4 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its stage 1 the sum
-overwrites the local gradient.
-
-With --keep, stage 3 gathers each unit once in a training step, and keeps it until the update. All
-weights are then whole: 2 + 18/n bytes in bf16, 4 + 16/n in fp32.
+For example, stage 1 in bf16: every rank holds 6 bytes, the weight (2) and the local gradient (4);
+and 16 are divided among the ranks, the sum (4), the master (4) and the moments (8). The paper has 4
++ 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its stage 1 the sum overwrites the
+local gradient.
 
 During forward and backward a rank also holds, mainly:
 
     - activations, of its own sequences
     - in stages 2 and 3, the whole gradients of at most two units
-    - in stage 3 without --keep, the whole weights of two units
+    - in stage 3, the whole weights of two units
 
 WHAT IS SENT. Let
 
@@ -87,11 +83,9 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 2              (m+1) P              m reduce-scatters, one all-gather
     stage 3              m (2 P - e) + m P    each micro-batch gathers E and H once, the other units
                                               twice, and reduce-scatters all
-    stage 3 with --keep  (m+1) P              one all-gather, m reduce-scatters
 
 E is gathered once because its backward needs no weights, H because its backward follows its forward
-at once. The gathers of --keep, except E's, overlap the first micro-batch's forward; those of stage
-2, after the update, overlap nothing. `Zero3` says what changes if embedding and head are tied.
+at once. `Zero3` says what --keep changes, and what is different if embedding and head are tied.
 
 In every stage the loss is all-reduced over dp, 4 bytes in bf16 and fp32, and the squared norm of
 the gradient over all ranks, 8 bytes.
@@ -183,16 +177,17 @@ class Unit:
         some_param = next(iter(named.values()))  # all have the same dtype and device
         self.flat = some_param.new_zeros(self.shard_length * group.size)
         for name, param in named.items():
-            self.part_of(self.flat, name).copy_(param.detach())
-            param.data = self.part_of(self.flat, name)  # it stays the same nn.Parameter
+            self.view_in(self.flat, name).copy_(param.detach())
+            # It stays the same nn.Parameter. (`ShardedUnit` says what autograd sees of this)
+            param.data = self.view_in(self.flat, name)
         self.shard = self.flat[self.shard_start : self.shard_stop]
         self.master = self.shard.to(wide(some_param.dtype))
         self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
         self.summed_grad: Tensor | None = None
 
-    def part_of(self, flat: Tensor, name: str) -> Tensor:
-        """A view of a parameter's part of a flat buffer, in the parameter's shape."""
+    def view_in(self, flat: Tensor, name: str) -> Tensor:
+        """A view of a parameter's place in a flat buffer, in the parameter's shape."""
         start, stop = self.bounds[name]
         return flat[start:stop].view_as(self.named[name])
 
@@ -242,15 +237,15 @@ class Zero1:
         reduce-scatter                     | H       | layer 1 | layer 0 | E |
         all-gather                                                                    | all units |
 
-    In step 2 each `.grad` is a view of a buffer. In stages 2 and 3 a unit's buffer exists only
-    while it is filled and summed, so `.grad` is no view; stage 1 uses the same code. Autograd puts
-    one micro-batch's gradient into `.grad`, in the weight's dtype. The hook `add_gradient` adds it
-    to the unit's `local_grad`, which is wide, and empties `.grad`. With a unit's last gradient of
-    the training step it starts the unit's reduce-scatter.
+    Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
+    `add_gradient` adds it to the unit's `local_grad`, which is wide, and sets `.grad` to None. With
+    a unit's last gradient of the training step it starts the unit's reduce-scatter. (In step 2 each
+    `.grad` is a view of a buffer. That would keep buffers alive which stages 2 and 3 must free.)
 
-    Within a layer the order of gradients may differ between ranks, but a layer's backward begins
-    only when that of the layer after it is done. So on all ranks units become complete in the same
-    order, H first, without the queue of step 2's buckets.
+    Within a layer the order of gradients may differ between ranks. But of what is ready, autograd's
+    backward takes first what forward made last, so a layer's backward comes after that of the layer
+    behind it. So on all ranks units become complete in the same order, H first, without the queue
+    of step 2's buckets.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -295,7 +290,7 @@ class Zero1:
             raise RuntimeError(f"a gradient of {name} came after the last expected one")
         if unit.local_grad is None:
             unit.local_grad = torch.zeros_like(unit.flat, dtype=wide(unit.flat.dtype))
-        unit.part_of(unit.local_grad, name).add_(param.grad)
+        unit.view_in(unit.local_grad, name).add_(param.grad)
         param.grad = None
         if self.sum_is_due(unit):
             self.start_sum(unit)
@@ -407,9 +402,9 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`.
 
-    Autograd counts the writes to a tensor, and refuses a saved tensor whose count has changed. By
-    `param.data = ...` in `Unit` each parameter has the memory of `flat`, but a count of its own. So
-    a gather into `flat` is not noticed; it does no harm, because it writes the same values again.
+    Autograd counts the writes to a tensor, and refuses a saved tensor whose count has changed. A
+    parameter that got its memory by `param.data = ...` has a count of its own. So autograd does not
+    notice a gather into `flat`, which does no harm, because it writes the same values again.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -448,7 +443,12 @@ class Zero3(Zero2):
         freed after        E   0   1       H   1   0
 
     Two units are whole at a time: the one in use, and the next. H stays from its forward to its
-    backward, and E is not gathered again. With --keep, a unit is freed only at the update.
+    backward, and E is not gathered again.
+
+    WITH --keep a unit is gathered once in a training step, in the first micro-batch's forward, and
+    freed only at the update. So all weights are whole at the update: a rank holds 2 + 18/n bytes
+    for each parameter in bf16, 4 + 16/n in fp32. And it sends as much as in stage 2, (n-1)/n times
+    (m+1) P elements: one all-gather and m reduce-scatters.
 
     A *segment* is what one pair of hooks surrounds: the embedding, a layer, or norm and head. In
     this step segment i is unit i. In a tied model, and in steps 6 and 7, a segment may have two
@@ -544,7 +544,7 @@ class Zero3(Zero2):
             unit.shard.copy_(unit.master)
 
 
-# --zero -> its class. None: `make_weights_and_optimizer` uses those of steps 1 and 2
+# --zero -> its class. None: the classes of steps 1 and 2 are used
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 
@@ -565,7 +565,7 @@ def make_weights_and_optimizer(
     twice the same object.
 
     Stage 3 draws a unit, shards it and frees it before it draws the next, so that no rank has the
-    whole model while weights are drawn. Therefore the weights are drawn here, and not in `train`.
+    whole model while weights are drawn. Therefore they are not drawn in `train`.
     """
     if config.zero == "0":
         materialize(model, config.seed, device, dtype)

@@ -1,6 +1,7 @@
 """A small record for each parameter, `ParamRecord`. It says over which ranks the gradient is summed
-and, from step 4 on, which shard of the parameter this rank has. The global norm finds from it how
-many ranks hold each element of a gradient.
+and, from step 4 on, which shard of the parameter this rank has. (Shards are here those of tp and of
+step 7's ep, never ZeRO's.) From the records the global norm finds how many ranks hold the same
+element of a gradient.
 
 Read each part of this file when you come to its step. Steps 1 to 3 change nothing in the record.
 """
@@ -21,13 +22,13 @@ from common.model import Decoder
 class ParamRecord:
     """The record of one parameter. Step 2 needs only the first field."""
 
-    # The group over which `sync` sums its gradient: ranks that train the same weights, each on
-    # different tokens. It is "dp" in steps 2 to 4; steps 5 and 7 set another
+    # The group over which `sync` sums its gradient; with ZeRO also the group that divides its
+    # update. It is "dp" in steps 2 to 4; steps 5 and 7 set another
     data_group: str = "dp"
-    # Step 4: which shard this rank has; None if it has the whole parameter
+    # Step 4: which shard this rank has; None if tp and ep do not cut the parameter
     shard: "Shard | None" = None
-    # Step 4: ranks that train on the same sequences, and each have only a term of the gradient:
-    # after `sync`, `sum_partial_gradients` sums it over this group, too. "tp" for a norm's weight
+    # Step 4: a second group, over which `sum_partial_gradients` sums the gradient after `sync`:
+    # "tp" for a norm's weight. None for most parameters
     partial_over: str | None = None
     # Step 6: 2 for a tied matrix that the first and the last stage hold
     stage_copies: int = 1
@@ -48,8 +49,7 @@ def data_group_of(param: Tensor, mesh: Mesh) -> Group:
 
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: bool) -> float:
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
-    sums over ranks. `zero`: whether `gradients` has only this rank's part of each (ZeRO 1, 2 and 3,
-    which divide it over the record's data_group).
+    sums over ranks. `zero`: whether ZeRO (1, 2 or 3) has divided each gradient over its data_group.
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
     squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
@@ -68,7 +68,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
 def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     """How many ranks hold the same elements of a gradient: the number of all ranks, divided by the
-    size of each group whose ranks hold different elements. (Step 6: twice as many if it is tied.)
+    size of each group whose ranks hold different elements. (Step 6: two stages hold a tied matrix,
+    so twice as many ranks.)
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 8 / 8 = 1 with
     ZeRO. In step 4, with tp 2 and dp 4, q_proj.weight is sharded over tp, and a norm's weight is
