@@ -5,9 +5,9 @@
 
 The model here has 6 layers. All ranks of pp read the same sequences: the first stage uses their
 tokens, the last one their targets. For each micro-batch, neighbours exchange only x and its
-gradient dx, both [batch, seq, dim], where seq counts this rank's own tokens. The price is idle
-time, the *bubble*: the last ranks wait for the first x at the start, and have nothing to do at the
-end; the first ranks wait for dx in between.
+gradient dx, both [batch, seq, dim] (seq is cut by cp and, with SP, by tp). The price is idle time,
+the *bubble*: the last ranks wait for the first x at the start, and have nothing to do at the end;
+the first ranks wait for dx in between.
 
 TWO SCHEDULES, AFAB (all forward, then all backward) and 1F1B (one forward, one backward), for 4
 ranks and 6 micro-batches. A character is a unit of time: 0 is the forward of micro-batch 0, and aa
@@ -19,14 +19,15 @@ its backward, twice the work. A dot is idle time:
     rank 2   ..012345...aabbccddeeff....   ..01..aa2bb3cc4dd5ee.ff....
     rank 3   ...012345aabbccddeeff......   ...0aa1bb2cc3dd4ee5ff......
 
-In 1F1B, rank r of p begins with a *warm-up* of p-1-r forwards, one for each later rank that
-micro-batch 0 still has to pass (on rank 0 above, 0 1 2; or all m, if m is smaller). In the *steady*
-part it does one forward and one backward in turn (3 aa, 4 bb, 5 cc). The *cool-down* is the
-remaining backwards (dd ee ff).
+In 1F1B, rank r of p begins with a *warm-up* of p-1-r forwards (all m, if m is smaller), one for
+each later rank that micro-batch 0 still has to pass: on rank 0 above 0 1 2. In the *steady* part it
+does one forward and one backward in turn (3 aa, 4 bb, 5 cc). The *cool-down* is the remaining
+backwards (dd ee ff).
 
-THE BUBBLE. In both schedules, if all p stages take equally long, each rank is idle for as long as
-p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work. With m micro-batches this is
-(p-1)/m of the working time, and (p-1)/(m+p-1) of the whole.
+THE BUBBLE. The pipeline fills while micro-batch 0 passes p-1 stages forward, and drains while the
+last one passes them backward. In both schedules, if all p stages take equally long, each rank is
+idle for as long as p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work. With m
+micro-batches this is (p-1)/m of the working time, and (p-1)/(m+p-1) of the whole.
 
 1F1B saves memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds
 its activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. So the
@@ -88,11 +89,11 @@ PyTorch's own way, in torch.distributed.pipelining:
 
     stage = PipelineStage(module, rank, p, device)
     schedule = Schedule1F1B(stage, n_microbatches=m, loss_fn=loss, scale_grads=False)
-    schedule.step(x)            on the first rank
-    schedule.step()             on those between
-    schedule.step(target=y)     on the last
+    schedule.step(tokens)            on the first rank
+    schedule.step()                  on those between
+    schedule.step(target=targets)    on the last
 
-loss(output, y) is the summed loss, divided by the number of targets in the global batch. By
+loss(output, targets) is the summed loss, divided by the number of targets in the global batch. By
 default, gradients would be divided by m, too: hence scale_grads=False. ScheduleGPipe is AFAB; there
 is also ScheduleInterleaved1F1B.
 
@@ -271,8 +272,8 @@ class Pipeline:
         """Send a tensor to `peer`, or receive one from it, or both together. Returns None if
         nothing is received. If there is no such rank, do nothing.
 
-        `receive_for`: the micro-batch whose x or dy is to be received. It gives only the tensor's
-        size, because messages between two ranks arrive in the order in which they were sent.
+        `receive_for`: the micro-batch whose x or dy is to be received. Only the size of its tensor
+        is used: messages between two ranks arrive in the order in which they were sent.
         """
         if not 0 <= peer < self.group.size:  # beyond the first or the last rank
             return None

@@ -6,7 +6,9 @@ that chooses K of them for each token. Parameters grow with E, but the experts' 
 
     p = softmax(W x)    chosen: the K largest p
     score_e = p_e / (sum of the chosen p), or p_e if K is 1
-    out = sum of score_e MLP_e(x) over the chosen e. No token is dropped.
+    out = sum of score_e MLP_e(x) over the chosen e
+
+An expert computes all tokens that chose it. (Switch Transformer drops those above a limit.)
 
 WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each layer, and gets
 the tokens that chose them. In the figure two ranks share a micro-batch of four tokens (by cp or
@@ -24,7 +26,7 @@ first.
     out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
                                     t1: s0 e0(t1) + s2 e2(t1)        t3: s1 e1(t3) + s2 e2(t3)
 
-In the code, `MoE.forward` makes "routed" and "out", `expert_outputs` "sorted", and `Experts`
+In the code, `MoE.forward` makes "routed" and "out", `sort_and_run` "sorted", and `Experts`
 "outputs". `dispatch` goes from "sorted" to "by expert": an all-to-all sends each row to its
 expert's rank, which sorts what it receives by expert. `combine` goes from "outputs" to "returned":
 it sorts the outputs by rank, then sends them back. So what is returned has the order of "sorted".
@@ -37,9 +39,9 @@ rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forw
 tokens, it routes those that it has between blocks: cp and, by sequence parallelism, tp leave it a
 quarter of a micro-batch's 4 x 256, that is 256 tokens, so 512 rows of 128 numbers. About half go to
 the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In general
-both ways send the fraction (ep-1)/ep of a total: of a rank's rows, twice, and of the weights of all
-E experts. So if a rank routes T tokens, rows are cheaper if 2 T K dim < 3 dim ffn_dim E: here if
-T < 3 x 352 x 8 / (2 x 2) = 2,112.
+a rank that routes T tokens sends (ep-1)/ep x 2 T K dim numbers if rows travel, and
+(ep-1)/ep x 3 dim ffn_dim E if weights do. So rows are cheaper if T < 3 ffn_dim E / (2 K), here
+3 x 352 x 8 / (2 x 2) = 2,112.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -54,9 +56,8 @@ The loss that you see excludes the second term.
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so only P has a gradient. An update then lowers (W x)_e, a token's logit of e,
-if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and raises it if f_e is
-below.
+f comes from counts, so only P has a gradient. It pushes a token's logit (W x)_e down if f_e is
+above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
@@ -115,16 +116,16 @@ law of its own, in its class):
     - Of step 4's operators f and g, a layer keeps only those around attention. With S the bytes of
       [micro_batch_size, seq / cp, dim] it sends (n-1)/n x 4 S over tp, n = tp; with --recompute
       full (n-1)/n x 6 S.
-    - The sums of gradients over data have the routers, and not the MLPs; step 4's sum over tp has
-      the routers beside the norms.
+    - Over data, gradients of routers are summed, and none of MLPs. Over tp, those of routers are
+      summed with those of norms.
     - With --zero 1, 2 or 3 experts follow step 3's law, with the n of expert_data.
 
 For tiny as launched below, in fp32:
 
-    ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (experts))
+    ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (E))
                     = 262,144 + 32 bytes
     ep, backward    1/2 x 2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
-    micro_batch     2 x 3/4 x 8 x 8 (experts) = 96
+    micro_batch     2 x 3/4 x 8 x 8 (E) = 96
     expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is 16
@@ -283,7 +284,7 @@ def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if rows.dtype == torch.bfloat16 and sizes_fit:
         ends = counts.cumsum(0).to(torch.int32)  # where each expert's rows end
         return F.grouped_mm(rows, weight.mT, offs=ends)
-    parts = rows.split(counts.tolist())
+    parts = rows.split(counts.tolist())  # here the CPU waits for the GPU
     return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
 
 
@@ -345,7 +346,7 @@ class MoE(nn.Module):
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         return scores_TK
 
-    def expert_outputs(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+    def sort_and_run(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
         outputs [T, K, D].
         """
@@ -354,11 +355,11 @@ class MoE(nn.Module):
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         sorted_ND = x_TD.index_select(0, token_N)
-        returned_ND = self.run_experts(sorted_ND, counts_E)
+        returned_ND = self.run_sorted(sorted_ND, counts_E)
         place_N = order_N.argsort()  # the place of each choice among the sorted ones: 3 0 1 2
         return returned_ND.index_select(0, place_N).unflatten(0, ids_TK.shape)
 
-    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+    def run_sorted(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows [N, D], sorted by expert -> their experts' outputs [N, D], wherever the experts
         are.
         """
@@ -375,15 +376,15 @@ class MoE(nn.Module):
         """
         x_TD = x.flatten(0, 1)
         p_TE = self.probabilities(x_TD)
-        ids_TK = self.choose(p_TE.detach())  # without `detach`, topk would save ids for backward
+        ids_TK = self.choose(p_TE.detach())  # choosing has no gradient
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
-        out_TKD = self.expert_outputs(x_TD, ids_TK, counts_E)
+        out_TKD = self.sort_and_run(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
-        return self.balance(out_TD.view_as(x), p_TE, counts_E)
+        return self.finish_forward(out_TD.view_as(x), p_TE, counts_E)
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return the block's output `out` [batch, seq, dim]. A subclass may record the choices, or
         attach a loss whose gradient backward adds.
 
@@ -396,9 +397,10 @@ class MoE(nn.Module):
 
 
 def keep_choices() -> tuple:
-    """A `context_fn` for torch.utils.checkpoint: with --recompute full, the result of `topk` is
-    saved. On a GPU recomputed p need not have the same bits, so other experts could be chosen than
-    in forward, and the shapes of their rows would not match.
+    """A `context_fn`, by which torch.utils.checkpoint learns which operators' results to save
+    instead of computing them again. With --recompute full, here that of `topk`. On a GPU recomputed
+    p need not have the same bits, so other experts could be chosen than in forward, and the shapes
+    of their rows would not match.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -457,7 +459,7 @@ class LossBalancedMoE(MoE):
         n_experts = len(f_E)
         return n_experts * (f_E * term_of_P_E).sum()
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
         own_term = self.aux_loss(p_TE, counts_E)
         return AddGradientOfLoss.apply(out, self.coeff * own_term)
@@ -528,7 +530,9 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
     """
     check_experts(config, mesh)
     make_groups(mesh, config)
-    expert_dim = config.expert_dim or model.config.ffn_dim
+    expert_dim = config.expert_dim
+    if expert_dim == 0:
+        expert_dim = model.config.ffn_dim
     for layer in model.model.layers.values():
         with torch.device("meta"):
             moe = BALANCE[config.balance](model.config.dim, expert_dim, config, mesh)
@@ -621,7 +625,7 @@ class BiasBalancedMoE(MoE):
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
-    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
         With --recompute full, backward repeats a layer only as far as it needs, and that ends

@@ -148,7 +148,7 @@ def own_sources() -> list[Path]:
 
 # --- The environment of a launch ------------------------------------------------------------------
 
-# torchrun sets these: init_process_group reads them, and LOCAL_RANK chooses a process's GPU
+# torchrun sets these. init_process_group reads all but LOCAL_RANK, which chooses a process's GPU
 NEEDED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 # Variables in which other launchers (SLURM, Open MPI, MPICH) put the number of processes
 SET_BY_OTHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -158,7 +158,7 @@ def check_environment():
     """Raise UserError if environment variables show that this launch cannot work, or was most
     likely not meant.
     """
-    # (Clusters may set MASTER_ADDR and MASTER_PORT without torchrun)
+    # (Clusters may set MASTER_ADDR and MASTER_PORT: they do not show that torchrun was used)
     if os.environ.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
         check_torchrun()
     else:
@@ -167,7 +167,7 @@ def check_environment():
 
 def check_torchrun():
     """Raise UserError if only some of NEEDED are set, perhaps left over in the shell; or if
-    torchrun would start failed ranks again in vain.
+    --max-restarts is set so that restarted ranks cannot connect.
     """
     present = sorted(NEEDED & os.environ.keys())
     missing = sorted(NEEDED - os.environ.keys())

@@ -1,9 +1,12 @@
-"""What a run prints and writes: before the steps an introduction, which has a table of parameters
-if there are several ranks; a line of progress; in an error the names of gradients that are not
-finite; and the files config.json, metrics.jsonl and loss.png.
+"""What a run prints and writes:
 
-With several ranks the table shows how each parameter is sharded. Three rows of step 4, for tiny in
-fp32 on two ranks with --tp 2:
+    introduction        before the first step; with several ranks, with a table of the parameters
+    progress            beside the progress bar
+    where_not_finite    in the error that ends a run with inf or nan
+    files               config.json, metrics.jsonl and loss.png
+
+The table shows how tp and ep shard each parameter (but not ZeRO's shards). Three rows of step 4,
+for tiny in fp32 on two ranks with --tp 2:
 
          parameter                               whole    on a rank  bytes   sharded          summed
     1 x  model.embed_tokens.weight               257x128  129x128    66,048  dim 0 over tp 2
@@ -117,9 +120,9 @@ def gather_param_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, P
 def introduction(
     device: str, data: str, mesh: Mesh, rows: dict[str, ParamRow], model: nn.Module, optimizer: Any
 ) -> str:
-    """What rank 0 prints before the first step: devices, mesh, the line `data` about the data, and
-    how many parameters the model has. With several ranks also the table of parameters, and how many
-    of them rank 0 computes with and updates.
+    """What rank 0 prints before the first step: devices, mesh, what the data are, and how many
+    parameters the model has. With several ranks also the table of parameters, and how many of them
+    rank 0 computes with and updates.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     dtype = next(model.parameters()).dtype
@@ -155,7 +158,8 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            # The last one stays. Backward has reached it first, so it is nearest to the cause
+            # The last one stays. Backward has reached it first, so if backward made the nan, it is
+            # nearest to the cause
             bad = name
     found = []
     for rank, name in enumerate(ranks.all_gather(bad)):
@@ -178,7 +182,7 @@ def writing_to(out: Path) -> Iterator[None]:
 
 def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
     """Create the directory, config.json, and metrics.jsonl with the rows of the steps before
-    --resume, if any. Raises OSError.
+    --resume, if any. Raises OSError, which `Ranks.attempt` makes a UserError on all ranks.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(flags, indent=1))
@@ -187,7 +191,7 @@ def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
 
 
 def append_row(out: Path, row: dict[str, Any]):
-    """Add a row to metrics.jsonl. Raises UserError; if it does, torchrun ends the other ranks."""
+    """Add a row to metrics.jsonl. Raises UserError on rank 0 alone: torchrun ends the others."""
     with writing_to(out), open(out / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 

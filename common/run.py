@@ -139,9 +139,9 @@ class Run:
                                      parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
-            after a signal           saves a checkpoint, and ends
+            after a signal           saves a checkpoint at the end of the step, and ends
 
-        `mesh`: from step 2 on. `others`, such as the sync, are kept for subclasses. Raises
+        `mesh`: from step 2 on. `Run` itself does not use `others`, such as the sync. Raises
         UserError.
         """
         self.model = model
@@ -176,7 +176,7 @@ class Run:
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.
 
-        All ranks must call it with the same numbers, because they make the message together.
+        All ranks must call it with the same numbers, because it gathers the message from all.
         """
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
@@ -193,9 +193,10 @@ class Run:
         """Record a step: its `tokens`, of all ranks, and numbers by name, among them `loss`. Rank 0
         writes it.
 
-        A step's seconds are those since the last call, or since the steps began, without saving and
-        without writing a trace. On a GPU they include the update, because the `loss.item()` in this
-        call's arguments waits until the GPU has done all that was launched before.
+        A step's seconds run from the last `record`, or from the start of the steps, to this one,
+        without the time for saving and for writing a trace. On a GPU they include the update,
+        because the `loss.item()` in this call's arguments waits until the GPU has done all that was
+        launched before.
         """
         now = time.perf_counter()
         seconds = now - self.timed_since
@@ -262,7 +263,8 @@ class Run:
     def restore(self) -> int:
         """Restore what --resume selects, if anything; return the number of steps done.
 
-        Raises UserError if none is sound, or if the flags, the data or the model do not fit it.
+        Raises UserError if --out has checkpoints that --resume does not continue, if no checkpoint
+        is sound, or if the flags, the data or the model do not fit it.
         """
         folder = choose_checkpoint(self.config.resume, self.out, self.ranks)
         if folder is None:

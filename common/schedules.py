@@ -4,8 +4,8 @@ lists are made, simulated, drawn, and given their messages.
 A schedule is a function of (p, m, v, rank) that returns the list of one rank: p ranks, m
 micro-batches, v stages on each rank. There are three. In `interleaved` v may be larger than 1, and
 step 6 runs its lists. In `afab` and `one_f_one_b` v is 1. Step 6 has these two as loops, with which
-tests compare the lists. All three are made by `order_with_warm_up`: they differ in the number of
-forwards before forwards and backwards alternate.
+tests compare the lists. All three are made by `order_with_warm_up`: they differ only in the length
+of the warm-up, the forwards before forwards and backwards alternate.
 
     python -m common.schedules 4 8 2      draws them for 4 ranks and 8 micro-batches: AFAB and 1F1B,
                                           then interleaved with 2 stages a rank. A character is then
@@ -133,7 +133,7 @@ def producer(action: Action, n_stages: int) -> Action | None:
 
 
 class Span(NamedTuple):
-    """When an action runs, in units of COSTS, and on which rank."""
+    """When an action runs, in the unit of `costs`, and on which rank."""
 
     rank: int
     action: Action
@@ -147,9 +147,9 @@ def simulate(
     costs: dict[str, float],
     message: float = 0,
 ) -> list[Span]:
-    """When each action of a schedule runs: spans, sorted by their ends, and of equal ends by rank.
-    Each rank runs its list in order, and starts an action as soon as the rank is free and the
-    action's input is there. Raises ValueError if no rank can go on.
+    """When each action of a schedule runs: spans, sorted by their ends; of two with the same end,
+    the lower rank comes first. Each rank runs its list in order, and starts an action as soon as
+    the rank is free and the action's input is there. Raises ValueError if no rank can go on.
 
     `rank_of_stage`: the rank of each stage. `costs`: kind of action -> its time, above 0.
     `message`: the time of a message between two ranks, which only tests and tools set.
@@ -219,8 +219,8 @@ def add_messages(
         rank 1    receive x0, F0, B0, send dx0, receive x1, F1, ...
 
     On rank 0 the receive of dy0 stands behind send y1, on rank 1 that of x1 behind send dx0. So
-    neither send meets its receive, and both ranks wait for ever. If rank 1 begins to receive x1
-    before it computes F0, send y1 finds its receive:
+    neither send meets its receive: rank 0 waits for ever before B0, and rank 1 before F1. If rank 1
+    begins to receive x1 before it computes F0, send y1 finds its receive:
 
         rank 1    receive x0, receive x1, F0, B0, send dx0, F1, ...
 
