@@ -150,6 +150,15 @@ from step02_ddp import SYNCS, join_ranks
 class Unit:
     """Several parameters in one flat buffer, cut into n shards, of which this rank updates one.
 
+    An example: shards have 10 elements, and a parameter is elements 6 to 24 of the buffer. Rank 2's
+    shard is elements 20 to 29. So rank 2 has of this parameter
+
+        in `flat`                20 to 24    `own_range`
+        in rank 2's shard         0 to 4     `own_part`
+        in the parameter         14 to 18    `spans` of `Zero1`
+
+    A unit has these tensors:
+
         flat           [padded]        weights' dtype   the parameters are views of it
         shard          [padded / n]    weights' dtype   this rank's shard of `flat`
         master         [padded / n]    wide             its master
@@ -178,10 +187,10 @@ class Unit:
         self.flat = some_param.new_zeros(self.shard_length * group.size)
         for name, param in named.items():
             self.view_in(self.flat, name).copy_(param.detach())
-            # It stays the same nn.Parameter. (`ShardedUnit` says what autograd sees of this)
+            # The same nn.Parameter gets other memory, so that hooks and modules need no change
             param.data = self.view_in(self.flat, name)
         self.shard = self.flat[self.shard_start : self.shard_stop]
-        self.master = self.shard.to(wide(some_param.dtype))
+        self.master = self.shard.to(wide(some_param.dtype))  # the shard itself, if it is wide
         self.missing = 0  # gradients that are still to come in this training step
         self.local_grad: Tensor | None = None
         self.summed_grad: Tensor | None = None
@@ -195,8 +204,7 @@ class Unit:
         """Which elements of `flat` are in the parameter and in this rank's shard: low <= i < high.
         If there are none, high is low.
 
-        For example, shards have 10 elements, and a parameter is elements 6 to 24 of `flat`. Rank 0
-        has (6, 10) of it, rank 1 (10, 20), rank 2 (20, 25).
+        In the example above rank 0 has (6, 10), rank 1 (10, 20), rank 2 (20, 25).
         """
         start, stop = self.bounds[name]
         low = max(start, self.shard_start)
@@ -205,8 +213,8 @@ class Unit:
 
     def own_part(self, own_shard: Tensor, name: str) -> Tensor:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
-        `summed_grad`; k may be 0. In `own_range`'s example rank 1's part is all its shard, and rank
-        2's the first 5 elements of its shard.
+        `summed_grad`; k may be 0. In the example above rank 1's part is all its shard, and rank 2's
+        the first 5 elements of its shard.
         """
         low, high = self.own_range(name)
         return own_shard[low - self.shard_start : high - self.shard_start]
@@ -239,13 +247,15 @@ class Zero1:
 
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
     `add_gradient` adds it to the unit's `local_grad`, which is wide, and sets `.grad` to None. With
-    a unit's last gradient of the training step it starts the unit's reduce-scatter. (In step 2 each
-    `.grad` is a view of a buffer. That would keep buffers alive which stages 2 and 3 must free.)
+    a unit's last gradient of the training step it starts the unit's reduce-scatter. (Step 2 lets
+    `.grad` be a view of a buffer. Then a buffer could not be freed while `.grad` exists; stages 2
+    and 3 must free it after each unit.)
 
-    Within a layer the order of gradients may differ between ranks. But of what is ready, autograd's
-    backward takes first what forward made last, so a layer's backward comes after that of the layer
-    behind it. So on all ranks units become complete in the same order, H first, without the queue
-    of step 2's buckets.
+    All ranks must start their reduce-scatters in one order. Layer 0's backward needs the gradient
+    that layer 1's backward computes. And where several operations are ready, autograd runs the one
+    that came latest in forward, so layer 1's weight gradients are not left for later. So on all
+    ranks H is complete first, then layer 1, then layer 0, and no queue is needed, as it is for step
+    2's buckets, which end inside layers.
     """
 
     unit_type = Unit  # stage 3 has another
@@ -402,16 +412,16 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`.
 
-    Autograd counts the writes to a tensor, and refuses a saved tensor whose count has changed. A
-    parameter that got its memory by `param.data = ...` has a count of its own. So autograd does not
-    notice a gather into `flat`, which does no harm, because it writes the same values again.
+    A gather writes into memory that autograd has saved. Autograd counts the writes to a tensor, and
+    normally refuses a saved tensor whose count has changed. But after `param.data = ...` a
+    parameter has a count of its own, apart from that of `flat`, so this write is not noticed. It
+    does no harm, because it writes the same values again.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
         self.shard = self.shard.clone()  # no longer a view of `flat`, which is freed
-        if self.master.dtype == self.shard.dtype:  # the master is the shard itself
-            self.master = self.shard
+        self.master = self.shard.to(self.master.dtype)  # the shard itself, if it is wide
         self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
         self.flat.untyped_storage().resize_(0)
 
@@ -450,9 +460,9 @@ class Zero3(Zero2):
     for each parameter in bf16, 4 + 16/n in fp32. And it sends as much as in stage 2, (n-1)/n times
     (m+1) P elements: one all-gather and m reduce-scatters.
 
-    A *segment* is what one pair of hooks surrounds: the embedding, a layer, or norm and head. In
-    this step segment i is unit i. In a tied model, and in steps 6 and 7, a segment may have two
-    units or none, so segments[i] is a list.
+    Hooks surround the modules of a *segment*: the embedding, a layer, or norm and head. Read
+    segment i as unit i. (In steps 6 and 7 and in tied models a segment may have two units or none,
+    so segments[i] is a list.)
 
     Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
     last norm alone. E is gathered twice, for the embedding and with H, and stays whole to the end
@@ -477,7 +487,7 @@ class Zero3(Zero2):
         """Hook modules that run one after another, and list the units with their parameters."""
         number = len(self.segments)
         params = set()
-        if modules[0] is not None:  # else another rank has them (step 6)
+        if modules[0] is not None:  # None: another rank has them (step 6)
             modules[0].register_forward_pre_hook(partial(self.before_forward, number))
             modules[-1].register_forward_hook(partial(self.after_forward, number))
             for module in modules:
@@ -584,7 +594,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)  # before the weights: it only changes `forward`
+    set_up_layers(model, config)  # before the weights: it replaces functions, no parameters
     # new: it also draws the weights
     optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 

@@ -26,11 +26,11 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
                                                                            their sum is [16 33]
 
 So forward needs one all-reduce, of the block's output y. Backward needs one too, of dx, the
-gradient of x: y is the sum of x A_i B_i, so dx is the sum of dy B_i^T A_i^T, of which each rank
-computes one term. With dy = [1 1], rank 0's term is 1 * [1 2], rank 1's 4 * [3 4], and their sum
-[13 18]. Two operators do this, to which Shoeybi et al. gave names: *f* is where x enters the block,
-and sums dx in backward; *g* is where y leaves it, and sums the terms in forward. In attention, for
-tiny's 8 query heads and 4 key/value heads:
+gradient of x. Let dy be that of y, the same on all ranks. y is the sum of x A_i B_i, so dx is the
+sum of dy B_i^T A_i^T, of which each rank computes one term. With dy = [1 1], rank 0's term is 1 *
+[1 2], rank 1's 4 * [3 4], and their sum [13 18]. Two operators do this, to which Shoeybi et al.
+gave names: *f* is where x enters the block, and sums dx in backward; *g* is where y leaves it, and
+sums the terms in forward. In attention, for tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
@@ -60,8 +60,8 @@ weight is whole on all ranks, but a rank now has only its own tokens' term of th
 In Korthikanti et al. this f has the name g, and this g the name g-bar.
 
 Even without SP, most of what a layer saves is divided by n. A rank also has 1/n of each matrix, of
-its gradient and of its state. Not divided is mainly the first row of step 1's table, for each token
-of the sequence:
+its gradient and of its state. Not divided are mainly the inputs and outputs of the two norms, the
+first row of step 1's table, for each token of the sequence:
 
                                without SP    with SP
     inputs of the two norms    2 dim         2 dim/n
@@ -322,7 +322,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """logits [batch, seq, vocab/n]: the first len(ids) columns are those of `ids`, the rest is
         padding; targets int64 [batch, seq] -> summed loss, in nats.
         """
-        # A sum of exponentials needs fp32
+        # A sum of exponentials needs fp32. (Autograd casts the gradient to the dtype of the input)
         logits = logits.to(wide(logits.dtype))
         # This rank's two numbers for each token
         counted = targets != IGNORE
@@ -343,7 +343,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # The gradient, softmax - one-hot, [batch, seq, vocab/n]: one new tensor, then in place
         gradient = (logits - log_sum[..., None]).exp_()  # this rank's columns of the softmax
         gradient[..., len(ids) :] = 0.0  # padding
-        # In the target's column subtract 1; for a target of another rank, 0 in column 0
+        # Subtract 1 in the target's column. If that is another rank's, `column` is 0, and so is
+        # what is subtracted there
         one_if_held = held[..., None].to(gradient.dtype)
         gradient.scatter_add_(-1, column, -one_if_held)
         gradient.mul_(counted[..., None])  # 0 for tokens that are not counted

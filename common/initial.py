@@ -43,11 +43,12 @@ def materialize(
     dtype: torch.dtype,
     names: Collection[str] | None = None,
 ):
-    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. Step 3
-    calls it with `names`, once for each of its units; the first call allocates all buffers.
+    """Allocate and initialise parameters of a meta-device model: those in `names`, or all. ZeRO
+    (step 3) calls it with `names`, once for each of its units. The first call also allocates the
+    modules' buffers, tensors that are no parameters.
 
     A meta tensor has no memory, so each nn.Parameter is replaced by a new one. Therefore create
-    optimizers and hooks after this call.
+    optimizers, and hooks of parameters, after this call.
     """
     chosen = {}  # meta-device parameters by name
     for name, param in model.named_parameters():

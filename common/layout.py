@@ -1,7 +1,6 @@
 """A small record for each parameter, `ParamRecord`. It says over which ranks the gradient is summed
 and, from step 4 on, which shard of the parameter this rank has. (Shards are here those of tp and of
-step 7's ep, never ZeRO's.) From the records the global norm finds how many ranks hold the same
-element of a gradient.
+step 7's ep, never ZeRO's.)
 
 Read each part of this file when you come to its step. Steps 1 to 3 change nothing in the record.
 """
@@ -22,8 +21,8 @@ from common.model import Decoder
 class ParamRecord:
     """The record of one parameter. Step 2 needs only the first field."""
 
-    # The group over which `sync` sums its gradient; with ZeRO also the group that divides its
-    # update. It is "dp" in steps 2 to 4; steps 5 and 7 set another
+    # The group over which `sync` sums its gradient; with ZeRO also the group whose ranks share out
+    # its update. It is "dp" in steps 2 to 4; steps 5 and 7 set another
     data_group: str = "dp"
     # Step 4: which shard this rank has; None if tp and ep do not cut the parameter
     shard: "Shard | None" = None
@@ -49,7 +48,8 @@ def data_group_of(param: Tensor, mesh: Mesh) -> Group:
 
 def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: bool) -> float:
     """The L2 norm of the whole gradient, of which a rank may hold only a part. Call it after all
-    sums over ranks. `zero`: whether ZeRO (1, 2 or 3) has divided each gradient over its data_group.
+    sums over ranks. `zero`: whether each rank of its data_group has only its own part of a gradient
+    (ZeRO 1, 2, 3).
 
     The gradient [3 4] has the norm 5, whose square is 25. If two ranks hold it, the sum of all
     squares over both is 50. So each rank first divides its squares by `copies_of`, the number of
@@ -80,9 +80,9 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
         with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
     """
     copies = mesh.world
-    if zero:  # each rank of this group has another part
+    if zero:  # each rank of this group has a different part
         copies //= mesh[record.data_group].size
-    if record.shard is not None:  # step 4: each rank of this group has another shard
+    if record.shard is not None:  # step 4: each rank of this group has a different shard
         copies //= mesh[record.shard.over].size
     if "pp" in mesh.groups:  # step 6: only one stage has it, or two, if it is tied
         copies //= mesh["pp"].size
@@ -95,7 +95,8 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank holds the indices `start` to `stop` - 1 of dimension `dim` of a tensor.
+    """Where this rank's shard lies (not its numbers): the indices `start` to `stop` - 1 of
+    dimension `dim` of a tensor.
 
     Shards are equally long, so the last ones may be padded, or all padding. Of 257 rows on two
     ranks, the second has start 129, stop 258, full 257: its last row is padding.
