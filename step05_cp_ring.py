@@ -11,9 +11,9 @@ hop h, rank r holds the k and v of rank r - h (mod n), and computes with those t
 Meanwhile, except in the last hop, it receives the next ones.
 
 IN ORDER (--cp-mode ordered). Each of n = 4 ranks has a quarter of the tokens, rank 0 the first. A
-cell below is the queries of one rank with the keys of another. `#`: all its pairs are needed, 8
-units of work. `+`: a query needs only its own key and earlier ones, about half of the pairs, 4
-units. `.`: none.
+cell below is the queries of one rank with the keys of one. `#`: all its pairs are needed, 8 units
+of work, as we count (so that the smallest cell of zigzag is 1). `+`: a query needs only its own key
+and earlier ones, about half of the pairs, 4 units. `.`: none.
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .      4 units
@@ -43,8 +43,9 @@ Rank 1, for example, works on these pairs (chunk of queries, chunk of keys):
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-Our code computes the cells of a rank's own keys whole, and masks about half of their pairs. So hop
-0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in zigzag each rank 8 + 3 x 4 = 20.
+In hop 0 our code computes all pairs of a rank's own tokens, and masks about half; in zigzag also
+(1,6), which no query needs. So hop 0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in zigzag
+each rank 8 + 3 x 4 = 20.
 
 THE SOFTMAX needs all keys, but in one hop a rank uses only some of them, a *part*. For each part it
 computes the output o of attention to these keys alone, and lse = log sum exp(scores). Then it
@@ -80,7 +81,7 @@ their own tokens, with 16 tokens on 2 ranks, in zigzag. Rank 0 has chunks 0 and 
 ranks' last tokens, 15 and 11, would have none.
 
 THE LAW. For each layer and micro-batch, let B be the bytes of k and v on one rank, and G those of
-their gradients. These are fp32 or wider, so in bf16 G is 2 B, else B. A rank sends over cp
+their gradients. These travel in fp32 or wider, so in bf16 G is 2 B, else B. A rank sends over cp
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
@@ -93,8 +94,8 @@ For tiny in fp32 on 4 ranks:
 
 Can computation hide these messages? A forward hop sends B during two matrix products, a backward
 hop at most B + G during five. A hop's bytes grow like s/n, the tokens on a rank, and its FLOPs like
-their square. So with enough tokens all messages can hide but the last dkv, which no computation
-follows.
+their square. So in zigzag, with enough tokens, all messages can hide but the last dkv, which no
+computation follows.
 
 `part_attention` stores all scores of a part. With 8,192 tokens on a rank and 32 heads, one sequence
 in fp32 takes 32 x 8,192^2 x 4 = 8.6 GB for the scores, and as much for each tensor that is computed
@@ -325,7 +326,8 @@ class RingAttention(torch.autograd.Function):
         wide(q.dtype).
         """
         own_kv = torch.stack((k, v))
-        o = torch.zeros_like(q, dtype=wide(q.dtype))  # no keys yet, and log 0 is -inf
+        # No keys yet: o is 0, and lse is log 0, -inf
+        o = torch.zeros_like(q, dtype=wide(q.dtype))
         lse = torch.full_like(o[..., 0], -torch.inf)
         for source, source_kv in travel(own_kv, group):
             seen = visible(group.rank, source, q.shape[2])
@@ -417,7 +419,7 @@ class Config(step04.Config):
 
 
 def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
-    """Let the ranks of `mesh["cp"]` divide each sequence. Returns the positions of this rank's
+    """Let the n ranks of `mesh["cp"]` divide each sequence. Returns the positions of this rank's
     tokens, int64 [s/n], on the CPU.
 
     Gradients are now summed, and ZeRO shards, over dp x cp: `mesh["data"]`. If n > 1, each layer's
@@ -439,7 +441,7 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
             f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves to a rank"
         )
     for layer in model.model.layers.values():
-        layer.self_attn.attend = partial(mode.attention, group=group)  # it already has `visible`
+        layer.self_attn.attend = partial(mode.attention, group=group)  # (CONTEXT has set `visible`)
     return positions
 
 

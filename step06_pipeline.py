@@ -25,9 +25,9 @@ does one forward and one backward in turn (3 aa, 4 bb, 5 cc). The *cool-down* is
 backwards (dd ee ff).
 
 THE BUBBLE. The pipeline fills while micro-batch 0 passes p-1 stages forward, and drains while the
-last one passes them backward. In both schedules, if all p stages take equally long, each rank is
-idle for as long as p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work. With m
-micro-batches this is (p-1)/m of the working time, and (p-1)/(m+p-1) of the whole.
+last micro-batch passes them backward. In both schedules, if all p stages take equally long, each
+rank is idle for as long as p-1 forwards and p-1 backwards take: here 9 units, beside 18 of work.
+With m micro-batches this is (p-1)/m of the working time, and (p-1)/(m+p-1) of the whole.
 
 1F1B saves memory. From its forward to its backward a micro-batch is *in flight*, and the rank holds
 its activations. In AFAB all m are in flight at once; in 1F1B, on rank r, at most p - r. So the
@@ -187,7 +187,8 @@ class Stage:
 
     def forward(self, i: int, x: Tensor | None) -> Tensor:
         """Forward of micro-batch i. `x` is the previous stage's output, or None on the first stage,
-        which reads its tokens. Returns the output, detached: its graph stays in `graphs`.
+        which reads its tokens. Returns the output, on the last stage the loss, detached: its graph
+        stays in `graphs`.
         """
         if self.is_first:
             x = self.tokens[i]
@@ -224,7 +225,7 @@ class Pipeline:
         """
         self.model = model
         self.group = mesh["pp"]
-        self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that share the tokens of x
+        self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that divide the tokens of x
         layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
         self.stage = Stage(model, layers, positions, self.group.rank)
         keep_layers(model, set(layers))
@@ -390,7 +391,7 @@ def keep_layers(model: Decoder, kept: set[int]):
     for layer in range(n_layers):
         if layer not in kept:
             del trunk.layers[str(layer)]
-    # The other end is on another rank: global_norm counts the two copies as one
+    # If the other end is on another rank, global_norm must count a tied matrix once
     if tied and has_first != has_last:
         note_record(trunk.embed_tokens.weight, stage_copies=2)
     needs_embedding = has_first or (tied and has_last)
@@ -491,7 +492,7 @@ def make_interleaved(
     The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
     (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. In the
     picture a character is the forward of half of a rank's layers, so a forward of 1F1B takes two
-    (`python -m common.schedules 2 4 2` draws this):
+    (`python -m common.schedules 2 4 2` draws these, below AFAB):
 
         1F1B           rank 0    0011....aaaa22bbbb33cccc..dddd    6 idle beside 24
                        rank 1    ..00aaaa11bbbb22cccc33dddd....
@@ -577,7 +578,8 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous one to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # The x or dy of each action to come: of this rank, or of the peer to which it will be sent
+        # action -> its input, x or dy. That of an own action waits until it is computed, that of a
+        # peer's action until it is sent
         inputs: dict[Action, Tensor] = {}
         receiving: dict[Action, Pending] = {}  # the message that fills it
         sending: dict[int, Pending] = {}  # peer -> the last message to it

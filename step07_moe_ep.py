@@ -10,10 +10,10 @@ that chooses K of them for each token. Parameters grow with E, but the experts' 
 
 An expert computes all tokens that chose it. (Switch Transformer drops those above a limit.)
 
-WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each layer, and gets
-the tokens that chose them. In the figure two ranks share a micro-batch of four tokens (by cp or
-tp), and K is 2. Each choice of a token is a row: e0:t1 is token t1's x for expert e0, e0(t1) is the
-output of e0, and s0 is the token's score of e0. In "routed", the expert with the larger p comes
+WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each of its layers, and
+gets the tokens that chose them. In the figure two ranks share a micro-batch of four tokens (by cp
+or tp), and K is 2. Each choice of a token is a row: e0:t1 is token t1's x for expert e0, e0(t1) is
+the output of e0, and s0 is the token's score of e0. In "routed", the expert with the larger p comes
 first.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
@@ -33,15 +33,16 @@ it sorts the outputs by rank, then sends them back. So what is returned has the 
 In backward the rows' gradients go back the way the rows came. How many rows a rank gets depends on
 the tokens, so ranks first tell one another how many will come.
 
-WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less.
-Take the launch below (pp 2, cp 2, tp 2, ep 2; 8 experts, so 4 on a rank). If weights travelled, a
-rank would send its 4 experts, 4 x 3 x 128 x 352 = 540,672 numbers, in each forward of a layer. With
-tokens, it routes those that it has between blocks: cp and, by sequence parallelism, tp leave it a
-quarter of a micro-batch's 4 x 256, that is 256 tokens, so 512 rows of 128 numbers. About half go to
-the other rank: 32,768 numbers, sent twice in forward (rows, and outputs), 65,536 in all. In general
-a rank that routes T tokens sends (ep-1)/ep x 2 T K dim numbers if rows travel, and
-(ep-1)/ep x 3 dim ffn_dim E if weights do. So rows are cheaper if T < 3 ffn_dim E / (2 K), here
-3 x 352 x 8 / (2 x 2) = 2,112.
+WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less:
+in one forward of a layer, if it routes T tokens, (ep-1)/ep times
+
+    rows       2 T K dim          there and back
+    weights    3 dim ffn_dim E    gate, up and down of all experts
+
+So rows are cheaper if T < 3 ffn_dim E / (2 K). In the launch below (ep 2; 8 experts) cp 2 and, by
+sequence parallelism, tp 2 leave a rank a quarter of a micro-batch's 4 x 256 tokens: T = 256. So it
+sends 1/2 x 2 x 256 x 2 x 128 = 65,536 numbers, where weights would be 1/2 x 3 x 128 x 352 x 8 =
+540,672. Weights would pay from T = 3 x 352 x 8 / (2 x 2) = 2,112 on.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -56,8 +57,8 @@ The loss that you see excludes the second term.
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so only P has a gradient. It pushes a token's logit (W x)_e down if f_e is
-above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
+f comes from counts, so only P has a gradient. The loss pushes a token's logit (W x)_e down if f_e
+is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
@@ -78,8 +79,8 @@ does not cut an expert, so step 4's operators f and g around an MLP are gone. On
     tp           tp              0 1                 divide attention, embedding  step 4's f and g;
                                                      and head                     sums of gradients
     micro_batch  cp x tp         0 1 2 3             divide each micro-batch      sums of counts
-    ep           --ep ranks, one 0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
-                 after another
+    ep           --ep            0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+                 neighbours
     expert_data  every --ep-th   0 8                 hold the same experts        sums of gradients
                  rank of a stage
 
@@ -92,8 +93,8 @@ because their rows came to it. The sum over expert_data adds the tokens of the o
 ZeRO, too, shards experts over expert_data. A router is on all ranks of a stage, which see different
 tokens: its gradient is summed over data, and then over tp, as those of norms in step 4.
 
-THE LAW. Unless ZeRO 3 shards them, a rank holds 3 dim ffn_dim E/ep weights of experts in each
-layer: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
+THE LAW. Unless ZeRO 3 shards them, a rank holds 3 dim ffn_dim E/ep weights of experts in each of
+its layers: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If choices are spread
@@ -398,9 +399,9 @@ class MoE(nn.Module):
 
 def keep_choices() -> tuple:
     """A `context_fn`, by which torch.utils.checkpoint learns which operators' results to save
-    instead of computing them again. With --recompute full, here that of `topk`. On a GPU recomputed
-    p need not have the same bits, so other experts could be chosen than in forward, and the shapes
-    of their rows would not match.
+    instead of computing them again. Here, with --recompute full, that of `topk` is saved. On a GPU
+    recomputed p need not have the same bits, so other experts could be chosen than in forward, and
+    the shapes of their rows would not match.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -432,12 +433,6 @@ class LossBalancedMoE(MoE):
     def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
         super().__init__(dim, expert_dim, config, mesh)
         self.micro_batch_group = mesh["micro_batch"]  # the ranks that share a micro-batch (cp x tp)
-        sequences = config.global_batch_size // mesh["dp"].size  # of this rank
-        if sequences % config.micro_batch_size:
-            raise UserError(
-                f"--micro-batch-size must divide the {sequences} sequences of a rank: the "
-                "auxiliary loss is a mean over equal micro-batches"
-            )
         # M, of all ranks of dp. Gradients are only summed, so the coefficient is divided by it
         n_micro_batches = config.global_batch_size // config.micro_batch_size
         self.coeff = config.aux_loss_coeff / n_micro_batches
@@ -485,10 +480,8 @@ class Config(step06.Config):
 
 
 def check_experts(config: Config, mesh: Mesh):
-    """Raise UserError unless the flags of experts fit one another and the layout. (The auxiliary
-    loss checks --micro-batch-size itself.)
-    """
-    ranks = mesh.world // config.pp
+    """Raise UserError unless the flags of experts fit one another and the layout."""
+    ranks = mesh.world // config.pp  # of a stage
     if config.experts % config.ep:
         raise UserError(f"--ep {config.ep} must divide --experts {config.experts}")
     if ranks % config.ep:
@@ -500,6 +493,13 @@ def check_experts(config: Config, mesh: Mesh):
     if config.tp > 1 and not config.sp:
         raise UserError(
             "--no-sp: with experts, ranks of tp must route different tokens: leave it out"
+        )
+    sequences = config.global_batch_size // mesh["dp"].size  # of a rank
+    has_loss = issubclass(BALANCE[config.balance], LossBalancedMoE)
+    if has_loss and sequences % config.micro_batch_size:
+        raise UserError(
+            f"--micro-batch-size must divide the {sequences} sequences of a rank: the auxiliary "
+            "loss is a mean over equal micro-batches"
         )
 
 
@@ -537,7 +537,7 @@ def shard_experts(model: Decoder, mesh: Mesh, config: Config):
         with torch.device("meta"):
             moe = BALANCE[config.balance](model.config.dim, expert_dim, config, mesh)
         shard_moe(moe, mesh)
-        layer.mlp = moe
+        layer.mlp = moe  # with the MLP, its hooks go: step 4's f and g
 
 
 def train(config: Config, run: Run):
@@ -559,7 +559,8 @@ def train(config: Config, run: Run):
     # new: replace each MLP by an MoE block that has this rank's experts. This comes after
     # `shard_context`, which would overwrite their data_group
     shard_experts(model, mesh, config)
-    # Step 6: it has these layers. This comes after the others, which change every layer
+    # Step 6: it has these layers. This comes after step 4, which needs embedding and head
+    # everywhere
     pipeline = SCHEDULES[config.schedule](config, model, mesh, positions)
     moes = [module for module in model.modules() if isinstance(module, MoE)]  # new
     set_up_layers(model, config, context_fn=keep_choices)  # new: recomputation keeps the choices

@@ -55,7 +55,7 @@ class ParamRow(NamedTuple):
 def param_rows_of(model: nn.Module, mesh: Mesh) -> dict[str, ParamRow]:
     """The rows of the parameters that this rank holds, by name.
 
-    They show the record of layout.py:
+    They show the record of layout.py; here is which of its fields is in which column:
 
         shard                       how the parameter was cut: "sharded"
         data_group, partial_over    over which ranks its gradient is summed: "summed"
@@ -141,7 +141,7 @@ def introduction(
 
 def progress(row: dict[str, Any]) -> str:
     """The text beside the progress bar: of a row of metrics.jsonl the loss and the tokens per
-    second, and on a GPU MFU and peak memory.
+    second, and on a GPU peak memory and, if its peak FLOP/s is known, MFU.
     """
     shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
     if "mfu" in row:
