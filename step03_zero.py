@@ -19,8 +19,8 @@ Shards may begin and end inside a matrix: above, o.. is the first part of o, and
 
 AN EXAMPLE. Two ranks train four weights, 1 2 3 4, by plain gradient descent with rate 0.1. The
 *local* gradient, that of a rank's own sequences, is 1 2 3 4 on rank 0, and 10 20 30 40 on rank 1.
-The update needs the *sum* of the two. Stage 1 frees the local gradient after the update, stages 2
-and 3 after its reduce-scatter:
+The update needs the *sum* of the two. Stage 1 frees the local gradient after the update (at the end
+of backward it is whole anyway), stages 2 and 3 after its reduce-scatter:
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
@@ -66,8 +66,10 @@ local gradient.
 During forward and backward a rank also holds, mainly:
 
     - activations, of its own sequences
-    - in stages 2 and 3, the whole gradients of at most two units
+    - in stages 2 and 3, the whole gradients of at most two units (three, if embedding and head are
+      tied: see `Zero3`)
     - in stage 3, the whole weights of two units
+    - over gloo, as much again as the gradients whose sum is under way (common/comm.py)
 
 WHAT IS SENT. Let
 
@@ -167,8 +169,9 @@ class Unit:
         summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
     padded: the number of elements, with the padding. wide: fp32, or fp64 if the weights are fp64.
-    If the weights are wide, the master is the shard, not a copy. The gradients are None while they
-    are not needed. The update reads `summed_grad`.
+    If the weights are wide, the master is the shard, not a copy. A gradient is None until it is
+    first needed, and again after the update (in stages 2 and 3 `local_grad` already when its sum
+    starts). The update reads `summed_grad`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -187,7 +190,7 @@ class Unit:
         self.flat = some_param.new_zeros(self.shard_length * group.size)
         for name, param in named.items():
             self.view_in(self.flat, name).copy_(param.detach())
-            # The same nn.Parameter gets other memory, so that hooks and modules need no change
+            # The same nn.Parameter gets other memory, so that modules need no change
             param.data = self.view_in(self.flat, name)
         self.shard = self.flat[self.shard_start : self.shard_stop]
         self.master = self.shard.to(wide(some_param.dtype))  # the shard itself, if it is wide
@@ -247,15 +250,16 @@ class Zero1:
 
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
     `add_gradient` adds it to the unit's `local_grad`, which is wide, and sets `.grad` to None. With
-    a unit's last gradient of the training step it starts the unit's reduce-scatter. (Step 2 lets
-    `.grad` be a view of a buffer. Then a buffer could not be freed while `.grad` exists; stages 2
-    and 3 must free it after each unit.)
+    a unit's last gradient of the training step it starts the unit's reduce-scatter. (Steps 1 and 2
+    let autograd add up in `.grad`, in step 2 in a view of a buffer. Here `.grad` lives only until
+    the hook has added it, so that stages 2 and 3 can free a unit's `local_grad` as soon as it has
+    been summed over ranks.)
 
     All ranks must start their reduce-scatters in one order. Layer 0's backward needs the gradient
     that layer 1's backward computes. And where several operations are ready, autograd runs the one
     that came latest in forward, so layer 1's weight gradients are not left for later. So on all
-    ranks H is complete first, then layer 1, then layer 0, and no queue is needed, as it is for step
-    2's buckets, which end inside layers.
+    ranks H is complete first, then layer 1, then layer 0, and a complete unit can be sent at once.
+    (Step 2's buckets end inside layers, where the order may differ, so a complete one waits.)
     """
 
     unit_type = Unit  # stage 3 has another
@@ -263,7 +267,7 @@ class Zero1:
     def __init__(
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
-        self.model = model
+        self.model = model  # only for optional optimizers, as `mesh`
         self.config = config
         self.mesh = mesh
         self.units: list[Unit] = []
@@ -384,9 +388,9 @@ class Zero2(Zero1):
         backward          | H | layer 1 | layer 0 | E |
         reduce-scatter        | H       | layer 1 | layer 0 | E |
 
-    H's is freed at layer 1's last gradient, where `start_sum` waits for H's sum; layer 1's at layer
-    0's, and so on. So whole gradients of two units exist at a time. The last sum, here E's, is in
-    flight until H's next backward is done, or until `finish`.
+    H's whole gradient is freed when layer 1's last gradient has come and `start_sum` has waited for
+    H's sum; layer 1's when layer 0's has come, and so on. So whole gradients of two units exist at
+    a time. The last sum, here E's, is in flight until H's next backward is done, or until `finish`.
     """
 
     def sum_is_due(self, unit: Unit) -> bool:
@@ -412,16 +416,17 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`.
 
-    A gather writes into memory that autograd has saved. Autograd counts the writes to a tensor, and
-    normally refuses a saved tensor whose count has changed. But after `param.data = ...` a
-    parameter has a count of its own, apart from that of `flat`, so this write is not noticed. It
-    does no harm, because it writes the same values again.
+    A gather writes into memory that autograd has saved for backward. This does no harm: shards
+    change only after backward, so it writes the same values again. And autograd does not object. It
+    counts the writes to each tensor; but since `Unit` has set `param.data`, a parameter's count is
+    not that of `flat`, to which the gather writes.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
         super().__init__(named, group)
         self.shard = self.shard.clone()  # no longer a view of `flat`, which is freed
-        self.master = self.shard.to(self.master.dtype)  # the shard itself, if it is wide
+        # In bf16 a copy, as before; if weights are wide, the new shard itself
+        self.master = self.shard.to(self.master.dtype)
         self.gathering: Pending | None = None  # the last all-gather; None: `flat` has no memory
         self.flat.untyped_storage().resize_(0)
 
@@ -435,6 +440,8 @@ class ShardedUnit(Unit):
         """Free the memory of `flat`."""
         if self.gathering is not None:
             self.gathering.wait()
+            # On a GPU, kernels that read it may still wait in their stream. PyTorch gives its bytes
+            # only to work that comes later in this stream
             self.flat.untyped_storage().resize_(0)
             self.gathering = None
 
@@ -444,7 +451,7 @@ class Zero3(Zero2):
     next one meanwhile.
 
     Below, a micro-batch goes through E, layers 0 and 1, and H. Messages overlap the computation in
-    the same column. Of two in one column, the upper one comes first.
+    the same column. If a column has two messages, the reduce-scatter starts first.
 
                        forward             backward
         reduce-scatter                         H   1   0   E
@@ -467,7 +474,8 @@ class Zero3(Zero2):
     Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
     last norm alone. E is gathered twice, for the embedding and with H, and stays whole to the end
     of backward. So three units are whole at a time, and the e of WHAT IS SENT counts only the norm.
-    Autograd also keeps the head's term of E's gradient, whole, to the end of backward.
+    In stages 2 and 3 autograd also keeps the head's term of E's gradient, whole, to the end of
+    backward.
     """
 
     unit_type = ShardedUnit
@@ -520,7 +528,8 @@ class Zero3(Zero2):
         """Hook: free this segment's units, but not the last segment's, whose backward follows at
         once. Add a hook that gathers them again before the segment's backward.
         """
-        if number + 1 < len(self.segments):
+        is_last = number + 1 == len(self.segments)
+        if not is_last:
             for unit in self.segments[number]:
                 self.free_after_use(unit)
         # The embedding's backward needs no weights. Under torch.no_grad there is no backward
@@ -594,7 +603,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    set_up_layers(model, config)  # before the weights: it replaces functions, no parameters
+    # Step 2 did this after the weights, which the next line makes, too. It does not need them
+    set_up_layers(model, config)
     # new: it also draws the weights
     optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)
 

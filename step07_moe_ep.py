@@ -33,16 +33,16 @@ it sorts the outputs by rank, then sends them back. So what is returned has the 
 In backward the rows' gradients go back the way the rows came. How many rows a rank gets depends on
 the tokens, so ranks first tell one another how many will come.
 
-WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less:
-in one forward of a layer, if it routes T tokens, (ep-1)/ep times
+WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less.
+Let T be the tokens that a rank routes. If choices are spread evenly, in one forward of a layer it
+sends
 
-    rows       2 T K dim          there and back
-    weights    3 dim ffn_dim E    gate, up and down of all experts
+    rows       (ep-1)/ep x 2 T K dim          there and back
+    weights    (ep-1)/ep x 3 dim ffn_dim E    if weights travelled: gate, up and down of all experts
 
-So rows are cheaper if T < 3 ffn_dim E / (2 K). In the launch below (ep 2; 8 experts) cp 2 and, by
-sequence parallelism, tp 2 leave a rank a quarter of a micro-batch's 4 x 256 tokens: T = 256. So it
-sends 1/2 x 2 x 256 x 2 x 128 = 65,536 numbers, where weights would be 1/2 x 3 x 128 x 352 x 8 =
-540,672. Weights would pay from T = 3 x 352 x 8 / (2 x 2) = 2,112 on.
+So rows are cheaper if T < 3 ffn_dim E / (2 K), for tiny, 8 experts and K = 2 if T < 2,112. An
+example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by sequence parallelism)
+divide them by 4, so T = 256. Rows are 65,536 numbers, weights would be 540,672.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -74,15 +74,14 @@ does not cut an expert, so step 4's operators f and g around an MLP are gone. On
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
     data         dp x cp         0 2 4 6 8 10 12 14  hold the same weights,       sums of gradients
-                                                     except experts
+                                                     except experts               and of the loss
     cp           cp              0 2                 divide each sequence         step 5's ring
     tp           tp              0 1                 divide attention, embedding  step 4's f and g;
                                                      and head                     sums of gradients
-    micro_batch  cp x tp         0 1 2 3             divide each micro-batch      sums of counts
-    ep           --ep            0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
-                 neighbours
-    expert_data  every --ep-th   0 8                 hold the same experts        sums of gradients
-                 rank of a stage
+    micro_batch  cp x tp         0 1 2 3             divide each micro-batch      counts for f_e
+    ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+    expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
+                 of a stage
 
 The ranks of a group ep exchange rows in every layer, so they must run equally many micro-batches in
 the same order. They do, because dp divides the batch, and all ranks of a stage have the same
@@ -103,20 +102,21 @@ evenly, it sends these bytes in each layer:
     over         for each      what                   bytes                    with --recompute full
     ep           micro-batch   rows                   (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
     ep           micro-batch   counts                 (n-1)/n x 8 E            (n-1)/n x 16 E
-    micro_batch  micro-batch   --balance loss: f_e    2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
-    expert_data  step          --zero 0: gradients    2 (n-1)/n x their bytes  the same
+    micro_batch  micro-batch   counts                 2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
+    tp           micro-batch   f and g of attention   (n-1)/n x 4 S            (n-1)/n x 6 S
+    expert_data  step          gradients              2 (n-1)/n x their bytes  the same
 
     n            the size of the group in the first column
     w            bytes of an element; a count has 8
     step         a training step
-    gradients    those of the rank's experts
+    gradients    those of the rank's experts, with --zero 0
+    counts       over micro_batch with --balance loss
+    S            bytes of [micro_batch_size, seq / cp, dim]
 
 For all other messages the laws of steps 2 to 6 hold, with three changes (and --balance bias has a
 law of its own, in its class):
 
-    - Of step 4's operators f and g, a layer keeps only those around attention. With S the bytes of
-      [micro_batch_size, seq / cp, dim] it sends (n-1)/n x 4 S over tp, n = tp; with --recompute
-      full (n-1)/n x 6 S.
+    - Of step 4's operators f and g, a layer keeps only those around attention: see the table.
     - Over data, gradients of routers are summed, and none of MLPs. Over tp, those of routers are
       summed with those of norms.
     - With --zero 1, 2 or 3 experts follow step 3's law, with the n of expert_data.
@@ -178,7 +178,8 @@ from step06_pipeline import SCHEDULES, sum_tied
 #     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
 # On a rank of the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
-# leaving_GL[r, i]: how many of our rows go to expert i of rank r, from 0. On rank 0 of the figure:
+# (r and i count from 0.)
+# leaving_GL[r, i]: how many of our rows go to rank r's expert i. On rank 0 of the figure:
 #     [[2, 0], [1, 1]]: e0 gets 2, e1 none, e2 and e3 get 1 each.
 # arriving_GL[r, i]: how many rows come from rank r for our expert i. On rank 0 of the figure:
 #     [[2, 0], [0, 2]]: rank 0 sends 2 for e0, rank 1 sends 2 for e1.
@@ -259,7 +260,7 @@ def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: T
     sent_G = count_by_rank(leaving_GL)
     received_G = count_by_rank(arriving_GL)
     received_RD = SendRows.apply(sorted_ND, group, sent_G, received_G)
-    # These are sorted by rank, then by expert
+    # By rank, then by expert -> by expert, then by rank
     return transpose_blocks(received_RD, arriving_GL)
 
 
@@ -267,6 +268,7 @@ def combine(outputs_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: T
     """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
     our rows, [N, D], in the order of `sorted_ND`.
     """
+    # By expert, then by rank -> by rank, then by expert. So the table is turned, too (.T)
     by_rank_RD = transpose_blocks(outputs_RD, arriving_GL.T)
     sent_G = count_by_rank(arriving_GL)
     received_G = count_by_rank(leaving_GL)
@@ -386,8 +388,8 @@ class MoE(nn.Module):
         return self.finish_forward(out_TD.view_as(x), p_TE, counts_E)
 
     def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Return the block's output `out` [batch, seq, dim]. A subclass may record the choices, or
-        attach a loss whose gradient backward adds.
+        """Return the block's output `out` [batch, seq, dim]. LossBalancedMoE attaches its loss
+        here, whose gradient backward adds; BiasBalancedMoE counts the choices.
 
         p_TE: all probabilities. counts_E: how many of this rank's choices each expert got.
         """
@@ -552,7 +554,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Step 4: a rank has these rows and columns of each matrix (but not of experts)
+    # Step 4: a rank has these rows and columns of each matrix. (Also of MLPs, which are replaced
+    # below: tp does not cut experts)
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
     positions = shard_context(model, mesh, config).to(device)
@@ -604,8 +607,8 @@ class BiasBalancedMoE(MoE):
     chosen.
 
     Experts are chosen by p + bias, with one bias for each expert; scores use p alone. After each
-    step the bias grows by --bias-rate for experts with less than the mean load, and shrinks for
-    those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). It has no
+    step the bias rises by --bias-rate for experts with less than the mean load, and falls for those
+    with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"; DeepSeek-V3). It has no
     gradient, so it is not a parameter but a buffer, which is saved with the parameters.
 
     THE LAW. Once in a training step each layer all-reduces 8 E bytes of counts over data (dp x cp),
@@ -630,8 +633,8 @@ class BiasBalancedMoE(MoE):
         """Count the choices.
 
         With --recompute full, backward repeats a layer only as far as it needs, and that ends
-        before this line. With --compile it repeats this line, too: then all loads double, and
-        `end_step` moves the biases as before.
+        before this line. With --compile it repeats this line, too: then every load doubles, which
+        changes nothing, because `end_step` uses only the sign of mean load - load.
         """
         self.load_E += counts_E
         return out
