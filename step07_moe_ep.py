@@ -10,11 +10,11 @@ that chooses K of them for each token. Parameters grow with E, but the experts' 
 
 An expert computes all tokens that chose it. (Switch Transformer drops those above a limit.)
 
-WHAT IS EXCHANGED. With expert parallelism (ep) a rank holds E/ep experts of each of its layers, and
-gets the tokens that chose them. In the figure two ranks share a micro-batch of four tokens (by cp
-or tp), and K is 2. Each choice of a token is a row: e0:t1 is token t1's x for expert e0, e0(t1) is
-the output of e0, and s0 is the token's score of e0. In "routed", the expert with the larger p comes
-first.
+WHAT IS EXCHANGED. With expert parallelism, ep ranks form a group that has all experts. A rank of it
+holds E/ep experts of each of its layers, and gets the group's tokens that chose them. In the figure
+two ranks share a micro-batch of four tokens (by cp or tp), and K is 2. Each choice of a token is a
+row: e0:t1 is token t1's x for expert e0, e0(t1) is the output of e0, and s0 is the token's score of
+e0. In "routed", the expert with the larger p comes first.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e1 e2
@@ -26,29 +26,29 @@ first.
     out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
                                     t1: s0 e0(t1) + s2 e2(t1)        t3: s1 e1(t3) + s2 e2(t3)
 
-In the code, `MoE.forward` makes "routed" and "out", `sort_and_run` "sorted", and `Experts`
+In the code, `MoE.forward` makes "routed" and "out", `outputs_of_choices` "sorted", and `Experts`
 "outputs". `dispatch` goes from "sorted" to "by expert": an all-to-all sends each row to its
 expert's rank, which sorts what it receives by expert. `combine` goes from "outputs" to "returned":
 it sorts the outputs by rank, then sends them back. So what is returned has the order of "sorted".
-In backward the rows' gradients go back the way the rows came. How many rows a rank gets depends on
-the tokens, so ranks first tell one another how many will come.
+In backward gradients go the same ways: those of outputs to the experts' ranks, those of rows back.
+How many rows a rank gets depends on the tokens, so ranks first tell one another how many will come.
 
-WHY do tokens travel, and not weights? A rank then holds only its own experts, and often sends less.
-Let T be the tokens that a rank routes. If choices are spread evenly, in one forward of a layer it
-sends
+WHY do tokens travel, and not weights? A rank then needs no memory for another rank's experts, not
+even for one layer, and often sends less. Let T be the tokens that a rank routes. If choices are
+spread evenly, in one forward of a layer it sends
 
     rows       (ep-1)/ep x 2 T K dim          there and back
     weights    (ep-1)/ep x 3 dim ffn_dim E    if weights travelled: gate, up and down of all experts
 
-So rows are cheaper if T < 3 ffn_dim E / (2 K), for tiny, 8 experts and K = 2 if T < 2,112. An
-example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by sequence parallelism)
-divide them by 4, so T = 256. Rows are 65,536 numbers, weights would be 540,672.
+So in forward rows are cheaper if T < 3 ffn_dim E / (2 K), for tiny, 8 experts and K = 2 if T <
+2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by sequence
+parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers, weights would be 540,672.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
 for K choices of a token. Let f_e be the fraction of a micro-batch's choices that fell on expert e,
-and P_e the mean of p_e over all its tokens. With M micro-batches in a training step, of all ranks
-of dp together, the gradients are those of
+and P_e the mean of p_e over all its tokens. Let M be the number of micro-batches in a training
+step, of all ranks of dp: global_batch_size / micro_batch_size. Training follows the gradient of
 
     loss + (aux_loss_coeff / M) x the sum, over micro-batches and layers, of  E sum_e f_e P_e
 
@@ -63,13 +63,12 @@ is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it i
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
 
-GROUPS. cp, tp and pp are those of steps 4 to 6. Ranks with the same place along pp hold the same
-layers: we call them the ranks of a stage (with interleaved, of the same stages). They have
-different tokens. Ranks of dp have other sequences; ranks of cp and, because of sequence
-parallelism, of tp have other tokens of the same sequence. So all dp x cp x tp ranks can share the
-experts, and ep need not be a dimension of the mesh ("MoE parallel folding", Liu et al. 2025). tp
-does not cut an expert, so step 4's operators f and g around an MLP are gone. On 16 ranks, with pp
-1, dp 4, cp 2, tp 2, ep 8:
+GROUPS. cp, tp and pp are those of steps 4 to 6; ep adds no ranks. The dp x cp x tp ranks that hold
+the same layers, the ranks of a *stage*, all have different tokens: ranks of dp have other
+sequences; ranks of cp and, by sequence parallelism, of tp other tokens of the same sequence. So any
+ep neighbours among them can share the experts ("MoE parallel folding", Liu et al. 2025). tp does
+not cut an expert, so step 4's operators f and g around an MLP are gone. On 16 ranks, with pp 1, dp
+4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
@@ -97,29 +96,24 @@ its layers: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 
 A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
 elements, which go to the experts and back, in forward and in backward. If choices are spread
-evenly, it sends these bytes in each layer:
-
-    over         for each      what                   bytes                    with --recompute full
-    ep           micro-batch   rows                   (n-1)/n x 4 T K dim w    (n-1)/n x 6 T K dim w
-    ep           micro-batch   counts                 (n-1)/n x 8 E            (n-1)/n x 16 E
-    micro_batch  micro-batch   counts                 2 (n-1)/n x 8 E          2 (n-1)/n x 16 E
-    tp           micro-batch   f and g of attention   (n-1)/n x 4 S            (n-1)/n x 6 S
-    expert_data  step          gradients              2 (n-1)/n x their bytes  the same
+evenly, it sends in each layer, with
 
     n            the size of the group in the first column
-    w            bytes of an element; a count has 8
-    step         a training step
-    gradients    those of the rank's experts, with --zero 0
-    counts       over micro_batch with --balance loss
-    S            bytes of [micro_batch_size, seq / cp, dim]
+    w            bytes of an element
+    S            the bytes of [micro_batch_size, seq / cp, dim]
 
-For all other messages the laws of steps 2 to 6 hold, with three changes (and --balance bias has a
-law of its own, in its class):
+these bytes in each micro-batch, and over expert_data once in a training step:
 
-    - Of step 4's operators f and g, a layer keeps only those around attention: see the table.
-    - Over data, gradients of routers are summed, and none of MLPs. Over tp, those of routers are
-      summed with those of norms.
-    - With --zero 1, 2 or 3 experts follow step 3's law, with the n of expert_data.
+    over         what                                bytes                     --recompute full
+    ep           rows                                (n-1)/n x 4 T K dim w     (n-1)/n x 6 T K dim w
+    ep           how many rows go to each expert     (n-1)/n x 8 E             (n-1)/n x 16 E
+    micro_batch  choices, for f_e (--balance loss)   2 (n-1)/n x 8 E           2 (n-1)/n x 16 E
+    tp           attention's operators f and g       (n-1)/n x 4 S             (n-1)/n x 6 S
+    expert_data  experts' gradients (--zero 0)       2 (n-1)/n x their bytes   the same
+
+For all other messages the laws of steps 2 to 6 hold. Over data, gradients of routers are summed,
+and none of MLPs; over tp, those of routers with those of norms. With --zero 1, 2 or 3 experts
+follow step 3's law, with the n of expert_data. --balance bias has a law of its own, in its class.
 
 For tiny as launched below, in fp32:
 
@@ -129,12 +123,13 @@ For tiny as launched below, in fp32:
     micro_batch     2 x 3/4 x 8 x 8 (E) = 96
     expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
 
-With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) is 16
-x 96 = 1,536 over `micro_batch` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is only
-near 16 x 524,320 = 8,389,120, because choices are not spread evenly.
+With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) has
+16 x 96 = 1,536 over `micro_batch` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is
+only near 16 x 524,320 = 8,389,120, because choices are not spread evenly.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
-You should see the losses of one process (on GPUs, with --dtype fp32 for both):
+You should see the losses of one process, unless rounding chooses another expert (on GPUs, with
+--dtype fp32 for both):
     python step07_moe_ep.py --out runs/one --steps 20
     python -m common.compare runs/one runs/step07_moe_ep
 
@@ -349,7 +344,7 @@ class MoE(nn.Module):
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
         return scores_TK
 
-    def sort_and_run(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+    def outputs_of_choices(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
         """Sort the rows of all tokens by expert, run the experts, and undo the sorting: x [T, D] ->
         outputs [T, K, D].
         """
@@ -358,11 +353,11 @@ class MoE(nn.Module):
         order_N = ids_TK.flatten().argsort(stable=True)  # choices, sorted by expert
         token_N = order_N // self.top_k  # the token of each choice
         sorted_ND = x_TD.index_select(0, token_N)
-        returned_ND = self.run_sorted(sorted_ND, counts_E)
+        returned_ND = self.run_experts(sorted_ND, counts_E)
         place_N = order_N.argsort()  # the place of each choice among the sorted ones: 3 0 1 2
         return returned_ND.index_select(0, place_N).unflatten(0, ids_TK.shape)
 
-    def run_sorted(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows [N, D], sorted by expert -> their experts' outputs [N, D], wherever the experts
         are.
         """
@@ -382,7 +377,7 @@ class MoE(nn.Module):
         ids_TK = self.choose(p_TE.detach())  # choosing has no gradient
         scores_TK = self.score(p_TE, ids_TK)
         counts_E = count_choices(ids_TK, p_TE.shape[-1])
-        out_TKD = self.sort_and_run(x_TD, ids_TK, counts_E)
+        out_TKD = self.outputs_of_choices(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
         return self.finish_forward(out_TD.view_as(x), p_TE, counts_E)
@@ -400,10 +395,10 @@ class MoE(nn.Module):
 
 
 def keep_choices() -> tuple:
-    """A `context_fn`, by which torch.utils.checkpoint learns which operators' results to save
-    instead of computing them again. Here, with --recompute full, that of `topk` is saved. On a GPU
-    recomputed p need not have the same bits, so other experts could be chosen than in forward, and
-    the shapes of their rows would not match.
+    """With --recompute full, backward repeats forward. On a GPU its p need not have the same bits,
+    so it could choose other experts, and the shapes of their rows would not match. So the result of
+    `topk` is saved, and not computed again: torch.utils.checkpoint asks for what to save by its
+    argument `context_fn`.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 

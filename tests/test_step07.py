@@ -294,9 +294,9 @@ def test_recomputation_keeps_the_chosen_experts():
         def probabilities(self, x_TD: Tensor) -> Tensor:
             return super().probabilities(x_TD) + F.one_hot(torch.tensor(len(seen)), 8)
 
-        def sort_and_run(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        def outputs_of_choices(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
             seen.append(counts_E.tolist())
-            return super().sort_and_run(x_TD, ids_TK, counts_E)
+            return super().outputs_of_choices(x_TD, ids_TK, counts_E)
 
     options = dict(
         n_layers=1,
@@ -398,11 +398,11 @@ def test_experts_on_several_ranks(name):
     counts = routes[group.rank]
     x = draw("x", group.rank, sum(counts.tolist()), 5)
     with Tape() as tape:
-        found = results(partial(moe.run_sorted, counts_E=counts), moe.experts, x, group.rank)
+        found = results(partial(moe.run_experts, counts_E=counts), moe.experts, x, group.rank)
     close(tape.left, [], "calls that were never waited for")
     for name, value in expected.items():
         close(found[name], value, f"the output or gradient {name}")
-    y = moe.bfloat16().run_sorted(x.bfloat16(), counts)
+    y = moe.bfloat16().run_experts(x.bfloat16(), counts)
     assert y.dtype == BF16, "outputs of bf16 rows return in another dtype"
 
 

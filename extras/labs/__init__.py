@@ -82,13 +82,13 @@ TASKS: dict[int, dict[str, str]] = {
     },
     7: {
         "experts": "expert_product Experts.forward",
-        "layer": "MoE.probabilities MoE.choose MoE.score MoE.sort_and_run count_choices "
+        "layer": "MoE.probabilities MoE.choose MoE.score MoE.outputs_of_choices count_choices "
         "MoE.forward",
         "balance": "AddGradientOfLoss.forward AddGradientOfLoss.backward LossBalancedMoE.aux_loss "
         "LossBalancedMoE.finish_forward BiasBalancedMoE.choose BiasBalancedMoE.finish_forward "
         "BiasBalancedMoE.end_step",
         "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "
-        "exchange_counts MoE.run_sorted",
+        "exchange_counts MoE.run_experts",
         "groups": "check_experts make_groups shard_moe shard_experts",
         "loop": "",
     },

@@ -324,21 +324,21 @@ def routing(mesh: Mesh, ep: int) -> dict:
     layer = router(mesh, ep)
     own_experts = range(mesh["ep"].rank * 4 // ep, (mesh["ep"].rank + 1) * 4 // ep)
     cells = {"experts here": [[", ".join(f"e{expert}" for expert in own_experts)]]}
-    run_sorted = layer.run_sorted
+    run_experts = layer.run_experts
 
     def experts(rows: Tensor, counts: Tensor) -> Tensor:
         cells["received"] = chips_of(rows, counts, own_experts)
         return rows
 
     def run_and_look(rows: Tensor, counts: Tensor) -> Tensor:
-        """`MoE.run_sorted`, with a look at the rows before and after."""
+        """`MoE.run_experts`, with a look at the rows before and after."""
         cells["sorted"] = chips_of(rows, counts, range(4))
-        returned = run_sorted(rows, counts)
+        returned = run_experts(rows, counts)
         cells["returned"] = chips_of(returned, counts, range(4))
         return returned
 
     layer.experts.forward = experts
-    layer.run_sorted = run_and_look
+    layer.run_experts = run_and_look
     x = torch.randn(RANKS, 2, SMALL.dim, generator=torch.Generator().manual_seed(3))
     x[..., 0] = torch.arange(2 * RANKS).view(RANKS, 2)
     with torch.no_grad():

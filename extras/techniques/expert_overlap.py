@@ -98,7 +98,7 @@ def cut(sizes_GL: Tensor) -> Tensor:
 
 
 def run_in_chunks(experts: Callable, group: Group, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-    """What step 7's `run_sorted` does with --ep, in chunks that overlap."""
+    """What step 7's `run_experts` does with --ep, in chunks that overlap."""
     leaving_GL, arriving_GL, _ = exchange_counts(counts_E, group)
     leaving = cut(leaving_GL)
     arriving = cut(arriving_GL)
@@ -125,8 +125,8 @@ def run_in_chunks(experts: Callable, group: Group, sorted_ND: Tensor, counts_E: 
 class OverlappedMoE(MoE):
     """Hides messages. To be combined with a class that balances."""
 
-    def run_sorted(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """As `MoE.run_sorted`."""
+    def run_experts(self, sorted_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """As `MoE.run_experts`."""
         if self.ep_group.size == 1:
             return self.experts(sorted_ND, counts_E)
         return run_in_chunks(self.experts, self.ep_group, sorted_ND, counts_E)

@@ -103,14 +103,14 @@ class CapacityMoE(LossBalancedMoE):
         kept = (numbers <= capacity).view(ids.shape)[:, positions]  # rank by rank again
         return kept.chunk(n, 1)[self.micro_batch_group.rank].flatten(0, 1)
 
-    def sort_and_run(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
-        """As `MoE.sort_and_run`; the outputs of dropped choices are 0."""
+    def outputs_of_choices(self, x_TD: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Tensor:
+        """As `MoE.outputs_of_choices`; the outputs of dropped choices are 0."""
         n_experts = len(counts_E)
         kept_TK = self.within_capacity(ids_TK, n_experts)
         ids_N = ids_TK.where(kept_TK, n_experts).flatten()  # dropped ones are sorted to the end
         order_R = ids_N.argsort(stable=True)[: kept_TK.sum()]
         counts_E = F.one_hot(ids_N, n_experts + 1).sum(0)[:-1]
-        out_RD = self.run_sorted(x_TD[order_R // self.top_k], counts_E)
+        out_RD = self.run_experts(x_TD[order_R // self.top_k], counts_E)
         out_ND = out_RD.new_zeros(len(ids_N), out_RD.shape[1])
         return out_ND.index_copy(0, order_R, out_RD).unflatten(0, ids_TK.shape)
 

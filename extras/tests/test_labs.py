@@ -260,8 +260,8 @@ for k in range(m + ahead):
             "transpose_blocks": """column = torch.arange(sizes.shape[1]).repeat(len(sizes))
 order = column.repeat_interleave(sizes.flatten()).argsort(stable=True)
 return rows.index_select(0, order)""",
-            "MoE.sort_and_run": """order_N = ids_TK.flatten().argsort(stable=True)
-out_ND = self.run_sorted(x_TD.repeat_interleave(self.top_k, 0)[order_N], counts_E)
+            "MoE.outputs_of_choices": """order_N = ids_TK.flatten().argsort(stable=True)
+out_ND = self.run_experts(x_TD.repeat_interleave(self.top_k, 0)[order_N], counts_E)
 return torch.zeros_like(out_ND).index_copy(0, order_N, out_ND).view(*ids_TK.shape, -1)""",
         },
     ),

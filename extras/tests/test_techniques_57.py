@@ -199,7 +199,7 @@ def test_expert_messages_are_hidden(counts):
     for balance in ("none", "none+overlap"):
         moe = step07.BALANCE[balance](8, 12, Config(experts=2), mesh).double()
         with Tape() as tape:
-            moe.run_sorted(rows, torch.tensor(counts)).sum().backward()
+            moe.run_experts(rows, torch.tensor(counts)).sum().backward()
         tapes.append(tape)
     usual, tape = tapes
     close((tape.sent, tape.left), (usual.sent, []), "bytes")
