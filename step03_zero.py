@@ -19,8 +19,9 @@ Shards may begin and end inside a matrix: above, o.. is the first part of o, and
 
 AN EXAMPLE. Two ranks train four weights, 1 2 3 4, by plain gradient descent with rate 0.1. The
 *local* gradient, that of a rank's own sequences, is 1 2 3 4 on rank 0, and 10 20 30 40 on rank 1.
-The update needs the *sum* of the two. Stage 1 frees the local gradient after the update (at the end
-of backward it is whole anyway), stages 2 and 3 after its reduce-scatter:
+The update needs the *sum* of the two. Stage 1 adds up whole local gradients over all micro-batches,
+and frees them after the update. (A little earlier would not lower the peak.) Stages 2 and 3 free a
+unit's as soon as it has been summed.
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
@@ -66,10 +67,11 @@ local gradient.
 During forward and backward a rank also holds, mainly:
 
     - activations, of its own sequences
-    - in stages 2 and 3, the whole gradients of at most two units (three, if embedding and head are
-      tied: see `Zero3`)
+    - in stages 2 and 3, the whole gradients of at most two units
     - in stage 3, the whole weights of two units
     - over gloo, as much again as the gradients whose sum is under way (common/comm.py)
+
+`Zero3` says what is different if embedding and head are tied, and with --keep.
 
 WHAT IS SENT. Let
 
@@ -87,7 +89,7 @@ In a training step a rank sends (n-1)/n times this many elements:
                                               twice, and reduce-scatters all
 
 E is gathered once because its backward needs no weights, H because its backward follows its forward
-at once. `Zero3` says what --keep changes, and what is different if embedding and head are tied.
+at once, so that it stays whole between the two.
 
 In every stage the loss is all-reduced over dp, 4 bytes in bf16 and fp32, and the squared norm of
 the gradient over all ranks, 8 bytes.
@@ -251,15 +253,15 @@ class Zero1:
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
     `add_gradient` adds it to the unit's `local_grad`, which is wide, and sets `.grad` to None. With
     a unit's last gradient of the training step it starts the unit's reduce-scatter. (Steps 1 and 2
-    let autograd add up in `.grad`, in step 2 in a view of a buffer. Here `.grad` lives only until
-    the hook has added it, so that stages 2 and 3 can free a unit's `local_grad` as soon as it has
-    been summed over ranks.)
+    let autograd add up in `.grad`, in step 2's `BucketSync` in a view of a buffer. Here `.grad`
+    lives only until the hook has added it, so that stages 2 and 3 can free a unit's `local_grad` as
+    soon as it has been summed over ranks.)
 
-    All ranks must start their reduce-scatters in one order. Layer 0's backward needs the gradient
-    that layer 1's backward computes. And where several operations are ready, autograd runs the one
-    that came latest in forward, so layer 1's weight gradients are not left for later. So on all
-    ranks H is complete first, then layer 1, then layer 0, and a complete unit can be sent at once.
-    (Step 2's buckets end inside layers, where the order may differ, so a complete one waits.)
+    All ranks must start their reduce-scatters in one order. On all of them H is complete first,
+    then layer 1, then layer 0, because of two rules. Layer 0's backward needs layer 1's result. And
+    of the operations that are ready, autograd runs the one that came latest in forward, so no
+    weight gradient of layer 1 waits until layer 0's. So a complete unit can be sent at once. (Step
+    2's buckets end inside layers, where the order may differ, so a complete one waits.)
     """
 
     unit_type = Unit  # stage 3 has another
@@ -417,9 +419,10 @@ class ShardedUnit(Unit):
     `flat`.
 
     A gather writes into memory that autograd has saved for backward. This does no harm: shards
-    change only after backward, so it writes the same values again. And autograd does not object. It
-    counts the writes to each tensor; but since `Unit` has set `param.data`, a parameter's count is
-    not that of `flat`, to which the gather writes.
+    change only after backward, so it writes the same values again. Autograd raises an error in
+    backward if a saved tensor was written to since forward, by a counter that a tensor shares with
+    its views. But `param.data = ...` in `Unit` gives a parameter memory of `flat`, and leaves it
+    its own counter. So a gather into `flat` is not noticed.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -603,7 +606,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Step 2 did this after the weights, which the next line makes, too. It does not need them
+    # It changes only functions, so it may come before the weights are drawn (in step 2 it came
+    # after)
     set_up_layers(model, config)
     # new: it also draws the weights
     optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)

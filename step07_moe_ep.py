@@ -38,11 +38,12 @@ even for one layer, and often sends less. Let T be the tokens that a rank routes
 spread evenly, in one forward of a layer it sends
 
     rows       (ep-1)/ep x 2 T K dim          there and back
-    weights    (ep-1)/ep x 3 dim ffn_dim E    if weights travelled: gate, up and down of all experts
+    weights    (ep-1)/ep x 3 dim ffn_dim E    if an all-gather brought gate, up and down of all
 
-So in forward rows are cheaper if T < 3 ffn_dim E / (2 K), for tiny, 8 experts and K = 2 if T <
-2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by sequence
-parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers, weights would be 540,672.
+So in forward rows are cheaper if T < 3 ffn_dim E / (2 K). For tiny with 8 experts and K = 2 this is
+T < 2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by
+sequence parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers, weights would be
+540,672.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -57,8 +58,10 @@ The loss that you see excludes the second term.
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
-f comes from counts, so only P has a gradient. The loss pushes a token's logit (W x)_e down if f_e
-is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
+f comes from counts, so only P has a gradient. Of n_tokens tokens one adds (E / n_tokens) sum_j f_j
+p_j to E sum f P. dp_j / dlogit_e is p_j ([j = e] - p_e). So the gradient of this token's logit of e
+is (E / n_tokens) p_e (f_e - sum_j p_j f_j): the loss pushes the logit down if f_e is above sum_j
+p_j f_j, the mean of f weighted by this token's p, and up if it is below.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
@@ -66,9 +69,9 @@ f_e and P_e are those of a micro-batch. The second part of this file balances wi
 GROUPS. cp, tp and pp are those of steps 4 to 6; ep adds no ranks. The dp x cp x tp ranks that hold
 the same layers, the ranks of a *stage*, all have different tokens: ranks of dp have other
 sequences; ranks of cp and, by sequence parallelism, of tp other tokens of the same sequence. So any
-ep neighbours among them can share the experts ("MoE parallel folding", Liu et al. 2025). tp does
-not cut an expert, so step 4's operators f and g around an MLP are gone. On 16 ranks, with pp 1, dp
-4, cp 2, tp 2, ep 8:
+ep ranks of a stage with consecutive numbers can share the experts ("MoE parallel folding", Liu et
+al. 2025). tp does not cut an expert, so step 4's operators f and g around an MLP are gone. On 16
+ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
@@ -76,15 +79,16 @@ not cut an expert, so step 4's operators f and g around an MLP are gone. On 16 r
                                                      except experts               and of the loss
     cp           cp              0 2                 divide each sequence         step 5's ring
     tp           tp              0 1                 divide attention, embedding  step 4's f and g;
-                                                     and head                     sums of gradients
+                                                     and head                     sums of norms' and
+                                                                                  routers' gradients
     micro_batch  cp x tp         0 1 2 3             divide each micro-batch      counts for f_e
-    ep           8 neighbours    0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
+    ep           8 consecutive   0 1 2 3 4 5 6 7     divide the experts           exchanges of rows
     expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
                  of a stage
 
 The ranks of a group ep exchange rows in every layer, so they must run equally many micro-batches in
-the same order. They do, because dp divides the batch, and all ranks of a stage have the same
-schedule.
+the same order. They do: all ranks of dp have equally many sequences (else the batch size is
+refused), and all ranks of a stage run the same schedule.
 
 WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
 because their rows came to it. The sum over expert_data adds the tokens of the other ep groups.
@@ -111,11 +115,14 @@ these bytes in each micro-batch, and over expert_data once in a training step:
     tp           attention's operators f and g       (n-1)/n x 4 S             (n-1)/n x 6 S
     expert_data  experts' gradients (--zero 0)       2 (n-1)/n x their bytes   the same
 
+Recomputation repeats dispatch and combine, because the gradient of a score needs the expert's
+output; and also attention's g, because router and experts come after it.
+
 For all other messages the laws of steps 2 to 6 hold. Over data, gradients of routers are summed,
 and none of MLPs; over tp, those of routers with those of norms. With --zero 1, 2 or 3 experts
 follow step 3's law, with the n of expert_data. --balance bias has a law of its own, in its class.
 
-For tiny as launched below, in fp32:
+For a layer of tiny as launched below, in fp32:
 
     ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (E))
                     = 262,144 + 32 bytes
@@ -230,7 +237,7 @@ class SendRows(torch.autograd.Function):
 
 
 def count_by_rank(counts_GL: Tensor) -> list[int]:
-    """How many rows go to, or come from, each rank: the sum of each row of the table."""
+    """How many rows go to, or come from, each rank: the sum over the experts of a rank."""
     return counts_GL.sum(1).tolist()
 
 
@@ -265,6 +272,7 @@ def combine(outputs_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: T
     """
     # By expert, then by rank -> by rank, then by expert. So the table is turned, too (.T)
     by_rank_RD = transpose_blocks(outputs_RD, arriving_GL.T)
+    # What arrived goes back: the two are swapped
     sent_G = count_by_rank(arriving_GL)
     received_G = count_by_rank(leaving_GL)
     return SendRows.apply(by_rank_RD, group, sent_G, received_G)
@@ -439,8 +447,7 @@ class LossBalancedMoE(MoE):
         micro-batch add up to it.
 
         An all-reduce of counts gives f_e of the whole micro-batch. A rank's term of P_e is the sum
-        of p_e over its own tokens, divided by the tokens of the whole micro-batch. So the gradient
-        of a token's logit of e is (E / n_tokens) p_e (f_e - sum_j p_j f_j).
+        of p_e over its own tokens, divided by the tokens of the whole micro-batch.
         """
         total_E = counts_E.clone()  # of the whole micro-batch
         all_reduce(total_E, self.micro_batch_group).wait()
@@ -492,6 +499,7 @@ def check_experts(config: Config, mesh: Mesh):
             "--no-sp: with experts, ranks of tp must route different tokens: leave it out"
         )
     sequences = config.global_batch_size // mesh["dp"].size  # of a rank
+    # (Optional techniques add further blocks with this loss)
     has_loss = issubclass(BALANCE[config.balance], LossBalancedMoE)
     if has_loss and sequences % config.micro_batch_size:
         raise UserError(
@@ -549,7 +557,7 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # Step 4: a rank has these rows and columns of each matrix. (Also of MLPs, which are replaced
+    # Step 4: a rank has these rows or columns of each matrix. (Also of MLPs, which are replaced
     # below: tp does not cut experts)
     shard_tensors(model, mesh, config.sp)
     # Step 5: it has these tokens of each sequence
