@@ -269,7 +269,7 @@ class Zero1:
     def __init__(
         self, model: Decoder, config: "Config", mesh: Mesh, device: torch.device, dtype: torch.dtype
     ):
-        self.model = model  # only for optional optimizers, as `mesh`
+        self.model = model  # only for optional optimizers, as is `mesh`
         self.config = config
         self.mesh = mesh
         self.units: list[Unit] = []

@@ -47,10 +47,10 @@ In hop 0 our code computes all pairs of a rank's own tokens, and masks about hal
 (1,6), which no query needs. So hop 0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in zigzag
 each rank 8 + 3 x 4 = 20.
 
-THE SOFTMAX needs all keys, but in one hop a rank uses only some of them, a *part*. For each part it
-computes the output o of attention to these keys alone, and lse = log sum exp(scores). Then it
-merges two parts, without approximation (online softmax, Milakov and Gimelshein 2018; `merge` has an
-example):
+THE SOFTMAX of a query needs all keys that the query sees, but in one hop a rank uses only some of
+them, a *part*. For each part it computes the output o of attention to these keys alone, and their
+lse = log sum exp(scores). Then it merges two parts, without approximation (online softmax, Milakov
+and Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
 

@@ -38,7 +38,7 @@ even for one layer, and often sends less. Let T be the tokens that a rank routes
 spread evenly, in one forward of a layer it sends
 
     rows       (ep-1)/ep x 2 T K dim          there and back
-    weights    (ep-1)/ep x 3 dim ffn_dim E    if an all-gather brought gate, up and down of all
+    weights    (ep-1)/ep x 3 dim ffn_dim E    if an all-gather brought all experts' matrices
 
 So in forward rows are cheaper if T < 3 ffn_dim E / (2 K). For tiny with 8 experts and K = 2 this is
 T < 2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by
@@ -59,9 +59,9 @@ In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E su
 + 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
 
 f comes from counts, so only P has a gradient. Of n_tokens tokens one adds (E / n_tokens) sum_j f_j
-p_j to E sum f P. dp_j / dlogit_e is p_j ([j = e] - p_e). So the gradient of this token's logit of e
-is (E / n_tokens) p_e (f_e - sum_j p_j f_j): the loss pushes the logit down if f_e is above sum_j
-p_j f_j, the mean of f weighted by this token's p, and up if it is below.
+p_j to E sum f P. The derivative of p_j by the logit of e is p_j ([j = e] - p_e). So the gradient of
+this token's logit of e is (E / n_tokens) p_e (f_e - sum_j p_j f_j): the loss pushes the logit down
+if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.

@@ -298,7 +298,7 @@ def all_to_all(
     if sent_rows is None:
         own_bytes = tensor.nbytes / group.size
     else:
-        own_bytes = tensor[: sent_rows[group.rank]].nbytes  # as any so many rows
+        own_bytes = tensor[: sent_rows[group.rank]].nbytes  # any slice of as many rows is as large
     count_sent("all_to_all", group, tensor.nbytes - own_bytes)
     work = dist.all_to_all_single(
         output,

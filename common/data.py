@@ -112,9 +112,9 @@ class Data:
         """A short hash of the stream, by which ranks check that they have the same tokens, and a
         resumed run that it has those of the saved one.
 
-        It is SHA-256 of the stream's length and of the first BLOCK ids of each of 64 nearly equal
-        parts. This covers a stream of up to 64 BLOCK = 2**27 tokens, and only parts of a longer
-        one.
+        It is the start of the SHA-256 of the stream's length and of the first BLOCK ids of each of
+        64 nearly equal parts. This covers a stream of up to 64 BLOCK = 2**27 tokens, and only parts
+        of a longer one.
         """
         digest = hashlib.sha256(str(len(self.tokens)).encode())
         for part in np.array_split(self.tokens, PARTS):
@@ -127,7 +127,8 @@ def to_tokens(texts: Iterable[str]) -> tuple[np.ndarray, int]:
     """Texts -> (tokens, replaced).
 
     tokens: one stream of ids, uint16: the bytes of each text, then END. replaced, for a warning:
-    how often U+FFFD occurs, which `txt_texts` puts in place of bytes that are not UTF-8.
+    how often U+FFFD occurs, which `txt_texts` puts in place of bytes that are not UTF-8. Those of
+    the text itself are counted, too.
     """
     streams = [np.array([], np.uint16)]  # np.concatenate needs at least one array
     replaced = 0

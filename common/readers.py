@@ -9,7 +9,7 @@ every step without this file.
     a.jsonl.gz           the same, compressed with gzip
     a.parquet            a document from each row, in the column `text`
     a folder             every file in it and in its subfolders, except hidden ones, in a random
-                         order that is always the same; all must be of the same kind, one of the
+                         order (`in_random_order`); all must be of the same kind, one of the
                          four above
     OWNER/NAME:CONFIG    a data set of the Hugging Face hub: column `text` of the split `train`
                          (OWNER/ and :CONFIG may be left out)

@@ -4,11 +4,12 @@ A flag that decides what is computed must stay the same, for example those of th
 and the learning rate, and --steps, on which the learning rate depends. If one has changed, the run
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
-FREE lists the flags that may change: where a run reads its tokens, what it writes, where it
-computes, how the ranks divide the work. These flags change the results at most by rounding, which
-in step 7 may choose another expert. Only another --dtype changes more: with bf16 the losses differ
-visibly. --dtype auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between
-them, give the saved run's --dtype. Two flags have a condition:
+FREE lists the flags that may change: where a run reads its tokens, what it writes, when it gives
+up, where and in which dtype it computes, how the ranks divide the work, what they keep in memory.
+These flags change the results at most by rounding, which in step 7 may choose another expert. Only
+another --dtype changes more: with bf16 the losses differ visibly. --dtype auto means bf16 on a GPU
+that has it, and fp32 on a CPU: to move a run between them, give the saved run's --dtype. Two flags
+have a condition:
 
     --dataset            may be another path, but to the same tokens: their fingerprint is compared
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`

@@ -141,8 +141,8 @@ class Run:
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves a checkpoint at the end of the step, and ends
 
-        `mesh`: from step 2 on. `Run` itself does not use `others`, such as the sync. Raises
-        UserError.
+        `mesh`: from step 2 on. `others`, such as the sync, are kept for a subclass: `Run` itself
+        does not use them. Raises UserError.
         """
         self.model = model
         self.optimizer = optimizer

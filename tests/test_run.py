@@ -307,14 +307,16 @@ def test_a_profile_of_more_steps_than_there_are_is_refused(tmp_path):
 
 # Rows of two runs' metrics.jsonl
 ONE = [dict(step=step, loss=2.0, grad_norm=1.0) for step in range(1, 41)]
-OTHER = ONE[:6] + [dict(row, loss=2.00004) for row in ONE[6:8]]
-OTHER += [dict(row, loss=2.00004, grad_norm=1.0001) for row in ONE[8:]]
+OTHER = ONE[:6] + [dict(row, loss=2.00004) for row in ONE[6:]]
+for row in OTHER[8:]:
+    row["grad_norm"] = 1.0001
 
 
 @cases(
     "first, bound, text, equal",
     [
         (8, 1e-5, "8 steps; largest difference: 2.0e-05; first above 1e-05 in step 7", False),
+        (8, 1e-4, "8 steps; largest difference: 2.0e-05; none above 0.0001", True),
         (40, 5e-5, "40 steps; largest difference: 1.0e-04; first above 5e-05 in step 9", False),
         (6, 1e-5, "6 steps; largest difference: 0.0e+00; none above 1e-05", True),
     ],

@@ -565,7 +565,7 @@ SENT = [
     # Once more (n-1) B, 3 x 131,072
     ("step05_cp_ring", dict(cp=4, recompute="full"), dict(cp=4 * (1_310_720 + 393_216))),
     ("step06_pipeline", dict(pp=4), dict(pp=524_288 + 6)),
-    # sequence: in each layer 2 x 3/4 x 8 bytes x 2 experts
+    # micro_batch: in each layer 2 x 3/4 x 8 bytes x 2 experts
     (S7, BUSY, dict(ep=4 * (FORWARD + BACKWARD), micro_batch=4 * 24)),
     (S7, BUSY | dict(dtype="bf16"), dict(ep=4 * (8 + (FORWARD - 8 + BACKWARD) // 2))),
     (S7, BUSY | dict(recompute="full"), dict(ep=4 * (2 * FORWARD + BACKWARD), micro_batch=4 * 48)),
