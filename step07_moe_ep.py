@@ -13,8 +13,8 @@ An expert computes all tokens that chose it. (Switch Transformer drops those abo
 WHAT IS EXCHANGED. With expert parallelism, ep ranks form a group that has all experts. A rank of it
 holds E/ep experts of each of its layers, and gets the group's tokens that chose them. In the figure
 two ranks share a micro-batch of four tokens (by cp or tp), and K is 2. Each choice of a token is a
-row: e0:t1 is token t1's x for expert e0, e0(t1) is the output of e0, and s0 is the token's score of
-e0. In "routed", the expert with the larger p comes first.
+row: e0:t1 is token t1's x for expert e0, e0(t1) is the output of e0, and s0 is this token's score
+for e0. In "routed", the expert with the larger p comes first.
 
                                     rank 0 has experts e0 e1         rank 1 has experts e2 e3
     routed                          t0 -> e3 e0    t1 -> e0 e2       t2 -> e2 e1    t3 -> e1 e2
@@ -42,8 +42,8 @@ spread evenly, in one forward of a layer it sends
 
 So in forward rows are cheaper if T < 3 ffn_dim E / (2 K). For tiny with 8 experts and K = 2 this is
 T < 2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by
-sequence parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers, weights would be
-540,672.
+sequence parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers; of weights the rank
+would send the half that it holds, 540,672.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -56,12 +56,8 @@ step, of all ranks of dp: global_batch_size / micro_batch_size. Training follows
 The loss that you see excludes the second term.
 
 In the figure f = 2/8 2/8 3/8 1/8. Suppose that P = 0.25 0.25 0.4 0.1. Then E sum f P is 4 x (0.0625
-+ 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1.
-
-f comes from counts, so only P has a gradient. Of n_tokens tokens one adds (E / n_tokens) sum_j f_j
-p_j to E sum f P. The derivative of p_j by the logit of e is p_j ([j = e] - p_e). So the gradient of
-this token's logit of e is (E / n_tokens) p_e (f_e - sum_j p_j f_j): the loss pushes the logit down
-if f_e is above sum_j p_j f_j, the mean of f weighted by this token's p, and up if it is below.
++ 0.0625 + 0.15 + 0.0125) = 1.15. In balance, if all f and all P are 1/E, it is 1. `aux_loss` says
+which logits the loss pushes down.
 
 With --balance loss two layouts train alike only if their --micro-batch-size is the same, because
 f_e and P_e are those of a micro-batch. The second part of this file balances without a loss.
@@ -69,9 +65,10 @@ f_e and P_e are those of a micro-batch. The second part of this file balances wi
 GROUPS. cp, tp and pp are those of steps 4 to 6; ep adds no ranks. The dp x cp x tp ranks that hold
 the same layers, the ranks of a *stage*, all have different tokens: ranks of dp have other
 sequences; ranks of cp and, by sequence parallelism, of tp other tokens of the same sequence. So any
-ep ranks of a stage with consecutive numbers can share the experts ("MoE parallel folding", Liu et
-al. 2025). tp does not cut an expert, so step 4's operators f and g around an MLP are gone. On 16
-ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
+of them can share the experts ("MoE parallel folding", Liu et al. 2025). Here the first ep ranks of
+a stage share them, then the next ep, and so on: neighbours have the fastest links. ep must divide
+dp x cp x tp, and E. tp does not cut an expert, so step 4's operators f and g around an MLP are
+gone. On 16 ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
 
     group        made of         rank 0's            its ranks                    used for
     dp           dp              0 4 8 12            divide the global batch      `own` in `train`
@@ -86,59 +83,45 @@ ranks, with pp 1, dp 4, cp 2, tp 2, ep 8:
     expert_data  every 8th rank  0 8                 hold the same experts        sums of gradients
                  of a stage
 
-The ranks of a group ep exchange rows in every layer, so they must run equally many micro-batches in
-the same order. They do: all ranks of dp have equally many sequences (else the batch size is
-refused), and all ranks of a stage run the same schedule.
-
-WHY expert_data suffices. An expert's gradient already has the tokens of all ranks of its ep group,
-because their rows came to it. The sum over expert_data adds the tokens of the other ep groups.
-ZeRO, too, shards experts over expert_data. A router is on all ranks of a stage, which see different
-tokens: its gradient is summed over data, and then over tp, as those of norms in step 4.
-
 THE LAW. Unless ZeRO 3 shards them, a rank holds 3 dim ffn_dim E/ep weights of experts in each of
 its layers: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 
-A rank has T = micro_batch_size x seq / (cp tp) tokens of a micro-batch, so T K rows of dim
-elements, which go to the experts and back, in forward and in backward. If choices are spread
-evenly, it sends in each layer, with
+A rank's T = micro_batch_size x seq / (cp tp) tokens of a micro-batch are T K rows, which go to the
+experts and back, in forward and in backward. If choices are spread evenly, the rank sends these
+bytes in each layer, once for each micro-batch, but over expert_data once in a training step. The
+last column says how many times as much it is with --recompute full.
 
-    n            the size of the group in the first column
-    w            bytes of an element
-    S            the bytes of [micro_batch_size, seq / cp, dim]
+    over         what                              bytes                          tiny   recompute
+    ep           rows                              (n-1)/n x 4 T K dim w       524,288   x 6/4
+    ep           how many rows for each expert     (n-1)/n x 8 E                    32   x 2
+    micro_batch  choices for f_e (--balance loss)  2 (n-1)/n x 8 E                  96   x 2
+    tp           attention's operators f and g     (n-1)/n x 4 S               524,288   x 6/4
+    expert_data  experts' gradients (--zero 0)     2 (n-1)/n x their bytes   2,162,688   the same
 
-these bytes in each micro-batch, and over expert_data once in a training step:
+    n       the size of the group in the first column
+    w       bytes of an element
+    S       bytes of [micro_batch_size, seq / cp, dim]
+    tiny    in fp32, as launched below. For example, the first row is 1/2 x 4 x 256 (T) x 2 (K) x
+            128 (dim) x 4, the last one 2 x 1/2 x 4 (experts) x 135,168 (weights) x 4
 
-    over         what                                bytes                     --recompute full
-    ep           rows                                (n-1)/n x 4 T K dim w     (n-1)/n x 6 T K dim w
-    ep           how many rows go to each expert     (n-1)/n x 8 E             (n-1)/n x 16 E
-    micro_batch  choices, for f_e (--balance loss)   2 (n-1)/n x 8 E           2 (n-1)/n x 16 E
-    tp           attention's operators f and g       (n-1)/n x 4 S             (n-1)/n x 6 S
-    expert_data  experts' gradients (--zero 0)       2 (n-1)/n x their bytes   the same
+Recomputation repeats dispatch, because the gradients of the experts' matrices need their inputs;
+combine, because the gradient of a score needs the expert's output; and attention's g, because
+router and experts come after it.
 
-Recomputation repeats dispatch and combine, because the gradient of a score needs the expert's
-output; and also attention's g, because router and experts come after it.
-
-For all other messages the laws of steps 2 to 6 hold. Over data, gradients of routers are summed,
-and none of MLPs; over tp, those of routers with those of norms. With --zero 1, 2 or 3 experts
-follow step 3's law, with the n of expert_data. --balance bias has a law of its own, in its class.
-
-For a layer of tiny as launched below, in fp32:
-
-    ep, forward     1/2 x (2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 + 8 x 8 (E))
-                    = 262,144 + 32 bytes
-    ep, backward    1/2 x 2 (there, back) x 256 (tokens) x 2 (K) x 128 (dim) x 4 = 262,144
-    micro_batch     2 x 3/4 x 8 x 8 (E) = 96
-    expert_data     2 x 1/2 x 4 (experts) x 135,168 (weights) x 4 = 2,162,688
+For all other messages the laws of steps 2 to 6 hold, with routers in place of MLPs: their gradients
+are summed over data, and over tp with those of norms. With --zero 1, 2 or 3 experts follow step 3's
+law, with the n of expert_data. --balance bias has a law of its own, in its class.
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) has
 16 x 96 = 1,536 over `micro_batch` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is
 only near 16 x 524,320 = 8,389,120, because choices are not spread evenly.
 
 Run it:    torchrun --nproc_per_node=8 step07_moe_ep.py --pp 2 --cp 2 --tp 2 --ep 2 --steps 20
-You should see the losses of one process, unless rounding chooses another expert (on GPUs, with
---dtype fp32 for both):
+You should see the losses of one process (on GPUs, with --dtype fp32 for both):
     python step07_moe_ep.py --out runs/one --steps 20
     python -m common.compare runs/one runs/step07_moe_ep
+After some steps they may differ by some 0.001: by rounding, a token may get another expert. With
+--dtype fp64 for both, the difference is below 1e-10.
 
 PyTorch's own way: parallelize_module(experts, device_mesh["ep"], ExpertParallel()), with
 torchtitan's ExpertParallel. PyTorch itself has the pieces: F.grouped_mm, and
@@ -180,11 +163,6 @@ from step06_pipeline import SCHEDULES, sum_tied
 #     N   T x K choices, a row for each          L   E / G, the experts that a rank holds
 #     D   dim                                    R   rows that this rank's experts get
 # On a rank of the figure: T 2, K 2, N 4, E 4, G 2, L 2, R 4.
-# (r and i count from 0.)
-# leaving_GL[r, i]: how many of our rows go to rank r's expert i. On rank 0 of the figure:
-#     [[2, 0], [1, 1]]: e0 gets 2, e1 none, e2 and e3 get 1 each.
-# arriving_GL[r, i]: how many rows come from rank r for our expert i. On rank 0 of the figure:
-#     [[2, 0], [0, 2]]: rank 0 sends 2 for e0, rank 1 sends 2 for e1.
 
 
 def count_choices(ids_TK: Tensor, n_experts: int) -> Tensor:
@@ -192,136 +170,6 @@ def count_choices(ids_TK: Tensor, n_experts: int) -> Tensor:
     ids_N = ids_TK.flatten()
     counts_E = ids_N.new_zeros(n_experts)
     return counts_E.scatter_add_(0, ids_N, torch.ones_like(ids_N))
-
-
-def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
-    then by i.
-
-    sizes [[1, 2], [3, 0]]: rows a | bb | ccc | (none) become a | ccc | bb | (none).
-    """
-    blocks = rows.split(sizes.flatten().tolist())
-    n_i, n_j = sizes.shape
-    transposed = []
-    for j in range(n_j):
-        for i in range(n_i):
-            transposed.append(blocks[i * n_j + j])
-    return torch.cat(transposed)
-
-
-def send_rows(rows: Tensor, group: Group, sent_G: list[int], received_G: list[int]) -> Tensor:
-    """An all-to-all of rows [n, D], sorted by destination rank -> the rows received, sorted by
-    source rank. sent_G and received_G: how many go to, and come from, each rank.
-    """
-    received = rows.new_empty(sum(received_G), rows.shape[1])
-    all_to_all(received, rows.contiguous(), group, sent_G, received_G).wait()
-    return received
-
-
-class SendRows(torch.autograd.Function):
-    """`send_rows` for autograd."""
-
-    @staticmethod
-    def forward(
-        ctx, rows: Tensor, group: Group, sent_G: list[int], received_G: list[int]
-    ) -> Tensor:
-        """The rows received."""
-        ctx.route = (group, sent_G, received_G)
-        return send_rows(rows, group, sent_G, received_G)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """The gradients of the rows received -> those of the rows sent."""
-        group, sent_G, received_G = ctx.route
-        return send_rows(grad, group, received_G, sent_G), None, None, None
-
-
-def count_by_rank(counts_GL: Tensor) -> list[int]:
-    """How many rows go to, or come from, each rank: the sum over the experts of a rank."""
-    return counts_GL.sum(1).tolist()
-
-
-def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange the numbers of rows, so that each rank can allocate memory for the rows that will
-    come. Returns leaving_GL and arriving_GL, int64, on the CPU, to split rows; and counts_L, the
-    number of rows of each of our experts, int64 [L], on the device.
-    """
-    leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
-    arriving_GL = torch.empty_like(leaving_GL)
-    all_to_all(arriving_GL, leaving_GL, group).wait()
-    counts_L = arriving_GL.sum(0)
-    # Python needs the numbers to split rows: here the CPU waits for the GPU, once for both tables
-    on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
-    return on_cpu[0], on_cpu[1], counts_L
-
-
-def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
-    sorted by expert.
-    """
-    sent_G = count_by_rank(leaving_GL)
-    received_G = count_by_rank(arriving_GL)
-    received_RD = SendRows.apply(sorted_ND, group, sent_G, received_G)
-    # By rank, then by expert -> by expert, then by rank
-    return transpose_blocks(received_RD, arriving_GL)
-
-
-def combine(outputs_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
-    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
-    our rows, [N, D], in the order of `sorted_ND`.
-    """
-    # By expert, then by rank -> by rank, then by expert. So the table is turned, too (.T)
-    by_rank_RD = transpose_blocks(outputs_RD, arriving_GL.T)
-    # What arrived goes back: the two are swapped
-    sent_G = count_by_rank(arriving_GL)
-    received_G = count_by_rank(leaving_GL)
-    return SendRows.apply(by_rank_RD, group, sent_G, received_G)
-
-
-def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix.
-
-    rows [n, in], weight [n_experts, out, in] -> [n, out].
-
-    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts].
-    """
-    # In bf16 one call serves all experts. It needs `in` and `out` in multiples of 8 (16 bytes)
-    sizes_fit = rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
-    if rows.dtype == torch.bfloat16 and sizes_fit:
-        ends = counts.cumsum(0).to(torch.int32)  # where each expert's rows end
-        return F.grouped_mm(rows, weight.mT, offs=ends)
-    parts = rows.split(counts.tolist())  # here the CPU waits for the GPU
-    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
-
-
-class ExpertLinear(nn.Module):
-    """One linear layer for each expert, all in one parameter: `weight` [n_experts, out, in]. So it
-    has a gradient in every micro-batch, as steps 2 and 3 expect, with 0 for an expert without rows.
-    """
-
-    def __init__(self, n_experts: int, n_in: int, n_out: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, in], sorted by expert, and their numbers, int64 [n_experts] -> [n, out]."""
-        return expert_product(rows, self.weight, counts)
-
-
-class Experts(nn.Module):
-    """Several SwiGLU MLPs, each of which gets its own rows of the input."""
-
-    def __init__(self, n_experts: int, dim: int, ffn_dim: int):
-        super().__init__()
-        self.gate_proj = ExpertLinear(n_experts, dim, ffn_dim)
-        self.up_proj = ExpertLinear(n_experts, dim, ffn_dim)
-        self.down_proj = ExpertLinear(n_experts, ffn_dim, dim)
-
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, dim], sorted by expert, and their numbers, int64 [n_experts] -> [n, dim]."""
-        gate = self.gate_proj(rows, counts)
-        up = self.up_proj(rows, counts)
-        return self.down_proj(F.silu(gate) * up, counts)
 
 
 class MoE(nn.Module):
@@ -388,9 +236,9 @@ class MoE(nn.Module):
         out_TKD = self.outputs_of_choices(x_TD, ids_TK, counts_E)
         weighted_TKD = out_TKD * scores_TK[..., None]
         out_TD = weighted_TKD.sum(1).to(x.dtype)
-        return self.finish_forward(out_TD.view_as(x), p_TE, counts_E)
+        return self.balance(out_TD.view_as(x), p_TE, counts_E)
 
-    def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return the block's output `out` [batch, seq, dim]. LossBalancedMoE attaches its loss
         here, whose gradient backward adds; BiasBalancedMoE counts the choices.
 
@@ -400,6 +248,136 @@ class MoE(nn.Module):
 
     def end_step(self):
         """Called after each update of the weights."""
+
+
+def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange the numbers of rows, so that each rank can allocate memory for the rows that will
+    come. Returns three tensors, int64; on rank 0 of the figure they are
+
+        leaving_GL     how many of our rows go to rank r's expert i       [[2, 0], [1, 1]]
+        arriving_GL    how many rows come from rank r for our expert i    [[2, 0], [0, 2]]
+        counts_L       how many rows our expert i gets                    [2, 2]
+
+    r and i count from 0: row r of a table is rank r's. So e0 gets 2 of rank 0's rows, e1 none, e2
+    and e3 one each. The tables are on the CPU, to split rows, and counts_L is on the device.
+    """
+    leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
+    arriving_GL = torch.empty_like(leaving_GL)
+    all_to_all(arriving_GL, leaving_GL, group).wait()
+    counts_L = arriving_GL.sum(0)
+    # Python needs the numbers to split rows: here the CPU waits for the GPU, once for both tables
+    on_cpu = torch.stack((leaving_GL, arriving_GL)).cpu()
+    return on_cpu[0], on_cpu[1], counts_L
+
+
+def send_rows(rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
+    """An all-to-all of rows [n, D], sorted by destination rank -> the rows received, sorted by
+    source rank. Row r of `sent_GL` has the numbers of rows that go to rank r, by expert; row r of
+    `received_GL` has those of the rows that come from it.
+    """
+    sent_G = sent_GL.sum(1).tolist()
+    received_G = received_GL.sum(1).tolist()
+    received = rows.new_empty(sum(received_G), rows.shape[1])
+    all_to_all(received, rows.contiguous(), group, sent_G, received_G).wait()
+    return received
+
+
+class SendRows(torch.autograd.Function):
+    """`send_rows` for autograd."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
+        """The rows received."""
+        ctx.route = (group, sent_GL, received_GL)
+        return send_rows(rows, group, sent_GL, received_GL)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The gradients of the rows received -> those of the rows sent."""
+        group, sent_GL, received_GL = ctx.route
+        return send_rows(grad, group, received_GL, sent_GL), None, None, None
+
+
+def transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Blocks of sizes[i, j] rows, sorted by i and then by j -> the same blocks, sorted by j and
+    then by i.
+
+    On rank 1 of the figure sizes are [[1, 1], [2, 0]]: the blocks e2:t1 | e3:t0 | e2:t2 e2:t3 |
+    (none) become e2:t1 | e2:t2 e2:t3 | e3:t0 | (none).
+    """
+    blocks = rows.split(sizes.flatten().tolist())
+    n_i, n_j = sizes.shape
+    transposed = []
+    for j in range(n_j):
+        for i in range(n_i):
+            transposed.append(blocks[i * n_j + j])
+    return torch.cat(transposed)
+
+
+def dispatch(sorted_ND: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+    """Send rows [N, D], sorted by expert, to their experts' ranks -> the rows received, [R, D],
+    sorted by expert.
+    """
+    received_RD = SendRows.apply(sorted_ND, group, leaving_GL, arriving_GL)
+    # By rank, then by expert -> by expert, then by rank
+    return transpose_blocks(received_RD, arriving_GL)
+
+
+def combine(outputs_RD: Tensor, group: Group, leaving_GL: Tensor, arriving_GL: Tensor) -> Tensor:
+    """The reverse of `dispatch`: outputs [R, D] go back to their tokens' ranks -> the outputs of
+    our rows, [N, D], in the order of `sorted_ND`.
+    """
+    # By expert, then by rank -> by rank, then by expert. So the table is transposed, too (.T)
+    by_rank_RD = transpose_blocks(outputs_RD, arriving_GL.T)
+    # What arrived goes back: the two tables are swapped
+    return SendRows.apply(by_rank_RD, group, arriving_GL, leaving_GL)
+
+
+def expert_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix.
+
+    rows [n, in], weight [n_experts, out, in] -> [n, out].
+
+    The first counts[0] rows are for expert 0, and so on; counts int64 [n_experts].
+    """
+    # In bf16 one call serves all experts. It needs `in` and `out` in multiples of 8 (16 bytes)
+    sizes_fit = rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
+    if rows.dtype == torch.bfloat16 and sizes_fit:
+        ends = counts.cumsum(0).to(torch.int32)  # where each expert's rows end
+        return F.grouped_mm(rows, weight.mT, offs=ends)
+    parts = rows.split(counts.tolist())  # here the CPU waits for the GPU
+    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
+
+
+class ExpertLinear(nn.Module):
+    """One linear layer for each expert, all in one parameter: `weight` [n_experts, out, in]. Being
+    one, it has a gradient in every micro-batch, as steps 2 and 3 expect; that of an expert without
+    rows is 0.
+    """
+
+    def __init__(self, n_experts: int, n_in: int, n_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, in], sorted by expert, and their numbers, int64 [n_experts] -> [n, out]."""
+        return expert_product(rows, self.weight, counts)
+
+
+class Experts(nn.Module):
+    """Several SwiGLU MLPs, each of which gets its own rows of the input."""
+
+    def __init__(self, n_experts: int, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate_proj = ExpertLinear(n_experts, dim, ffn_dim)
+        self.up_proj = ExpertLinear(n_experts, dim, ffn_dim)
+        self.down_proj = ExpertLinear(n_experts, ffn_dim, dim)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, dim], sorted by expert, and their numbers, int64 [n_experts] -> [n, dim]."""
+        gate = self.gate_proj(rows, counts)
+        up = self.up_proj(rows, counts)
+        return self.down_proj(F.silu(gate) * up, counts)
 
 
 def keep_choices() -> tuple:
@@ -415,9 +393,9 @@ class AddGradientOfLoss(torch.autograd.Function):
     """Return x, and in backward give `loss` the gradient 1, as if it were a part of the step's
     loss.
 
-    The step's loss is computed on the last pipeline stage, but every stage has auxiliary losses. To
-    add them up, stages would have to send theirs. Instead each stage's backward, which runs anyway,
-    starts their gradient here.
+    A block cannot add to the step's loss, which is computed after the last layer, with pp on
+    another rank. It need not: what trains the weights is the gradient, and a term of a sum has the
+    gradient 1. This function starts it when backward comes to the block.
     """
 
     @staticmethod
@@ -448,6 +426,16 @@ class LossBalancedMoE(MoE):
 
         An all-reduce of counts gives f_e of the whole micro-batch. A rank's term of P_e is the sum
         of p_e over its own tokens, divided by the tokens of the whole micro-batch.
+
+        f comes from counts, so only P has a gradient. Each of the n_tokens tokens adds
+        (E / n_tokens) sum_j f_j p_j to E sum f P. The derivative of p_j by the logit of e is
+        p_j ([j = e] - p_e). So the gradient of the token's logit of e is
+
+            (E / n_tokens) p_e (f_e - sum_j p_j f_j)
+
+        The sum is the mean of f, weighted by this token's p. The loss pushes the logit down if f_e
+        is above the mean, and up if it is below. For example, if a token of the figure has p = P,
+        the mean is 1.15 / 4 = 0.2875. So e2 (f = 0.375) is pushed down, and the others up.
         """
         total_E = counts_E.clone()  # of the whole micro-batch
         all_reduce(total_E, self.micro_batch_group).wait()
@@ -458,7 +446,7 @@ class LossBalancedMoE(MoE):
         n_experts = len(f_E)
         return n_experts * (f_E * term_of_P_E).sum()
 
-    def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Return `out`; its backward adds the gradient of the auxiliary loss."""
         own_term = self.aux_loss(p_TE, counts_E)
         return AddGradientOfLoss.apply(out, self.coeff * own_term)
@@ -499,7 +487,6 @@ def check_experts(config: Config, mesh: Mesh):
             "--no-sp: with experts, ranks of tp must route different tokens: leave it out"
         )
     sequences = config.global_batch_size // mesh["dp"].size  # of a rank
-    # (Optional techniques add further blocks with this loss)
     has_loss = issubclass(BALANCE[config.balance], LossBalancedMoE)
     if has_loss and sequences % config.micro_batch_size:
         raise UserError(
@@ -509,7 +496,12 @@ def check_experts(config: Config, mesh: Mesh):
 
 
 def make_groups(mesh: Mesh, config: Config):
-    """Create the groups ep, expert_data and micro_batch of the table GROUPS, on every rank."""
+    """Create the groups ep, expert_data and micro_batch of the table GROUPS, on every rank.
+
+    The ranks of a group ep exchange rows in every layer, so they must run equally many
+    micro-batches in the same order. They do: all ranks of dp have equally many sequences (else the
+    batch size is refused), and all ranks of a stage run the same schedule.
+    """
     # A table of ranks for each stage; with pp 2, dp 2, tp 2, ep 2: [[0 1] [2 3]] and [[4 5] [6 7]].
     # The ranks of a row together hold all experts (a group ep), those of a column the same
     # (expert_data)
@@ -520,8 +512,13 @@ def make_groups(mesh: Mesh, config: Config):
 
 
 def shard_moe(moe: MoE, mesh: Mesh):
-    """Keep this rank's experts, and note in the records over which ranks gradients are summed."""
-    # `sync` sums the router's gradient over data, `sum_partial_gradients` over tp
+    """Keep this rank's experts, and note in the records over which ranks gradients are summed.
+
+    An expert's gradient already has the tokens of all ranks of its ep group, because their rows
+    came to it. The sum over expert_data adds the tokens of the other ep groups. ZeRO, too, shards
+    experts over expert_data. A router is on all ranks of a stage, which see different tokens: its
+    gradient is summed over data, and then over tp, as those of norms in step 4.
+    """
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         if mesh["ep"].size > 1:  # else the weight stays whole
@@ -615,7 +612,8 @@ class BiasBalancedMoE(MoE):
     gradient, so it is not a parameter but a buffer, which is saved with the parameters.
 
     THE LAW. Once in a training step each layer all-reduces 8 E bytes of counts over data (dp x cp),
-    then over tp: all ranks of a stage route different tokens of the step.
+    then over tp, because all ranks of a stage route different tokens of the step. Over a group of n
+    ranks a rank sends 2 (n-1)/n x 8 E bytes: with 8 experts and n = 2, 64.
     """
 
     def __init__(self, dim: int, expert_dim: int, config: "Config", mesh: Mesh):
@@ -632,7 +630,7 @@ class BiasBalancedMoE(MoE):
         """The K experts with the largest p + bias."""
         return super().choose(p_TE + self.bias)
 
-    def finish_forward(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
+    def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the choices.
 
         With --recompute full, backward repeats a layer only as far as it needs, and that ends

@@ -277,7 +277,7 @@ def test_bias_rises_below_the_mean_load_and_falls_above_it():
     moe = layer(balance="bias", bias_rate=0.5)
     unused = torch.zeros(1)
     for counts in ([4, 1, 0, 1, 3], [2, 0, 3, 1, 1]):
-        moe.finish_forward(unused, unused, torch.tensor(counts))
+        moe.balance(unused, unused, torch.tensor(counts))
     moe.end_step()
     moe.end_step()  # no loads since
     close(moe.bias.tolist(), [-0.5, 0.5, 0.5, 0.5, -0.5], "the biases")

@@ -85,7 +85,7 @@ TASKS: dict[int, dict[str, str]] = {
         "layer": "MoE.probabilities MoE.choose MoE.score MoE.outputs_of_choices count_choices "
         "MoE.forward",
         "balance": "AddGradientOfLoss.forward AddGradientOfLoss.backward LossBalancedMoE.aux_loss "
-        "LossBalancedMoE.finish_forward BiasBalancedMoE.choose BiasBalancedMoE.finish_forward "
+        "LossBalancedMoE.balance BiasBalancedMoE.choose BiasBalancedMoE.balance "
         "BiasBalancedMoE.end_step",
         "dispatch": "transpose_blocks send_rows SendRows.backward dispatch combine "
         "exchange_counts MoE.run_experts",
