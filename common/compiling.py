@@ -18,11 +18,10 @@ def run_with_grads_hidden(layer: DecoderLayer, compiled: Callable, *inputs: Tens
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
     While torch.compile traces a layer (runs it once, to record its operations), it also reads the
-    `.grad` of each weight. In step 1 a weight has none in the first micro-batch, and has one in the
-    second: torch.compile would trace the layer again. And it cannot trace a `.grad` in fp32 of a
-    bf16 weight: a graph break. So each `.grad` is put aside while the layer runs, and is back
-    before backward adds to it. With --recompute, backward runs the forward again, and so calls this
-    function, too.
+    `.grad` of each weight. It cannot trace one in fp32 of a bf16 weight: a graph break. Step 2's
+    buckets are such gradients, which exist before the first forward. So each `.grad` is put aside
+    while the layer runs, and is back before backward adds to it. With --recompute, backward runs
+    the forward again, and so calls this function, too.
     """
     # Listed at each call: from step 3 on, `materialize` replaces all parameters after
     # `compile_model` has run

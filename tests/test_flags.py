@@ -70,7 +70,9 @@ REFUSED = [
 
 @cases("words, text", REFUSED)
 def test_a_wrong_flag_is_named(words, text):
-    """The error begins with the wrong flag, and says what is wrong with it."""
+    """The error names the wrong flag, and says what is wrong with it. (Those of argparse begin with
+    `argument` or `unrecognized arguments`.)
+    """
     with pytest.raises(UserError) as error:
         parse(Config, words.split())
     assert str(error.value).startswith(text), error.value

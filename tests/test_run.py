@@ -66,8 +66,10 @@ SECOND = [
 
 
 @cases("numbers, times", SECOND)
-def test_a_second_ctrl_c_ends_the_process(numbers, times):
-    """The first signal is only noted; a second one that is a Ctrl-C ends the process."""
+def test_ctrl_c_after_a_signal_ends_the_process(numbers, times):
+    """The first signal is only noted. A later Ctrl-C ends the process, and so does SIGTERM after a
+    Ctrl-C.
+    """
     with Signals() as signals, mock.patch.object(os, "_exit") as ends:
         for number in numbers:
             signal.raise_signal(number)
@@ -187,9 +189,11 @@ def test_step_1_on_two_ranks_is_refused():
 
 @pytest.mark.ranks(2)
 def test_ranks_with_other_cpus_are_named():
-    """They would draw other initial weights, in the last bits."""
+    """The error names a rank whose CPU has other instructions than rank 0's: it would draw other
+    initial weights, in the last bits.
+    """
     kind = ["AVX2", "DEFAULT"][int(os.environ["RANK"])]
-    text = "ATEN_CPU_CAPABILITY=default on all nodes: DEFAULT on rank"
+    text = "ATEN_CPU_CAPABILITY=default on all nodes: DEFAULT on rank 1"
     cpu = mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: kind)
     with cpu, pytest.raises(UserError, match=text):
         compare_launches()

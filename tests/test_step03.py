@@ -262,15 +262,15 @@ NORMS = [
 
 
 @ranks(4)
-@cases("sharded, sharded_by_tp, plain", NORMS)
-def test_global_norm(sharded, sharded_by_tp, plain):
+@cases("zero, sharded_by_tp, whole", NORMS)
+def test_global_norm(zero, sharded_by_tp, whole):
     """Each element counts once, however many ranks hold it. A rank may hold no elements."""
     mesh = Mesh(dp=2, tp=2)
     model = nn.ParameterDict(dict(first=torch.zeros(1), second=torch.zeros(1)))
     note_record(model.first, shard=Shard(0, "tp", 0, 1, 2))
     first = torch.tensor(sharded_by_tp[mesh.rank], dtype=FP64)
-    second = torch.tensor(plain[mesh.rank], dtype=FP64)
-    norm = global_norm(model, dict(first=first, second=second), mesh, sharded)
+    second = torch.tensor(whole[mesh.rank], dtype=FP64)
+    norm = global_norm(model, dict(first=first, second=second), mesh, zero=zero)
     close(norm, 5.0, "the norm", 2)
 
 

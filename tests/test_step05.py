@@ -1,6 +1,7 @@
 """Step 5, context parallelism: step05_cp_ring.py.
 
-Expected outputs and gradients are those of torch's attention to a whole sequence, in fp64."""
+Expected outputs and gradients come from `attention`, the definition written out, of a whole
+sequence, in fp64, and from autograd."""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -98,8 +99,11 @@ def test_merge(offset):
 @task("gradients of a part", 5)
 @KINDS
 def test_part_gradients(kind, wide, bound):
-    """The parts' dq add up, and each part has its own dk and dv; all in fp32 or wider."""
-    q, k, v, do = inputs(6, 3, 5, 12, kind)
+    """The parts' dq add up, and each part has its own dk and dv; all in fp32 or wider.
+
+    Part 0 is the 7 keys before all queries, part 1 the 5 keys of the queries' own tokens, causal.
+    """
+    q, k, v, do = inputs(heads=6, kv_heads=3, queries=5, keys=12, kind=kind)
     o, lse = (x.to(wide) for x in attention(q, k, v, True))
     k0, k1 = k.split([7, 5], 2)
     v0, v1 = v.split([7, 5], 2)
@@ -190,7 +194,7 @@ RINGS = cases(
 )
 
 
-def shard_inputs(
+def own_inputs_and_expected(
     sizes: dict = ALL_RANKS,
     heads: int = 4,
     kv_heads: int = 2,
@@ -231,7 +235,7 @@ def run_ring(own: list[Tensor], *more: Any) -> tuple[list[Tensor], Tape, Tape]:
 @task("ring", 4)
 def test_ring_forward(sizes, heads, kv_heads, visible, positions):
     """Each rank gets causal attention of its own queries to the keys of all ranks of its group."""
-    group, own, expected = shard_inputs(sizes, heads, kv_heads, positions)
+    group, own, expected = own_inputs_and_expected(sizes, heads, kv_heads, positions)
     with Tape() as tape:
         o = forward(*own[:3], group, visible)
     close(o, expected[0], "o", group.size)
@@ -244,7 +248,7 @@ def test_ring_forward(sizes, heads, kv_heads, visible, positions):
 @task("ring", 5)
 def test_ring_backward(sizes, heads, kv_heads, visible, positions):
     """Each rank gets dq, dk and dv of its own tokens; other ranks' queries add to dk and dv."""
-    group, own, expected = shard_inputs(sizes, heads, kv_heads, positions)
+    group, own, expected = own_inputs_and_expected(sizes, heads, kv_heads, positions)
     found, _, tape = run_ring(own, group, visible)
     close_each("o dq dk dv", found, expected, group.size)
     close(tape.left, [], "messages that were never waited for")
@@ -254,7 +258,7 @@ def test_ring_backward(sizes, heads, kv_heads, visible, positions):
 @task("ring", 3)
 def test_ring_of_bf16():
     """Sums are in fp32: errors are less than 1.3 times those of rounding once to bf16."""
-    group, own, expected = shard_inputs(length=32, kind="bf16")
+    group, own, expected = own_inputs_and_expected(length=32, kind="bf16")
     found, _, _ = run_ring(own, group, step.zigzag_visible)
     close({x.dtype for x in found}, {BF16}, "dtypes of o, dq, dk and dv")
     for name, x, y in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
@@ -268,7 +272,7 @@ def test_ring_of_bf16():
 @task("ring", 2)
 def test_messages_hide_behind_matmuls():
     """They start before a hop's matmuls, and are waited for after them."""
-    group, own, _ = shard_inputs()
+    group, own, _ = own_inputs_and_expected()
     _, in_forward, in_backward = run_ring(own, group, step.zigzag_visible)
     letters = [letter for letter, _ in groupby(event[0] for event in in_forward.events)]
     close("".join(letters), "smwsmwsmwm", "starts, matmuls and waits of four hops")
@@ -282,7 +286,7 @@ def test_messages_hide_behind_matmuls():
 @task("ring", 1)
 def test_law_of_work():
     """All ranks compute one product of all pairs in hop 0, and of half of them in later hops."""
-    group, own, _ = shard_inputs()
+    group, own, _ = own_inputs_and_expected()
     with FlopCounterMode(display=False) as counter:
         run_ring(own, group, step.zigzag_visible)
     # 2 FLOPs for each of 2 sequences x 4 heads x size 16, and of 8 x 8 pairs x (1 + 3/2)
@@ -293,7 +297,7 @@ def test_law_of_work():
 @ranks(4)
 def test_k_and_v_of_earlier_hops_are_freed():
     """Forward and backward hold no more in hop 3 than in hop 1; after backward, nothing."""
-    group, (q, k, v, do), _ = shard_inputs()
+    group, (q, k, v, do), _ = own_inputs_and_expected()
     found = []
 
     def visible(*hop: int) -> step.Visible:  # is called at the start of each hop

@@ -374,8 +374,8 @@ def test_each_x_and_dx_is_one_message(n, schedule, p, m, v, layers):
         pipeline, _ = pipeline_of(n, schedule, p, m, v, layers)
         pipeline.step(*batch(m))
     messages = [nbytes for name, nbytes in tape.started if name == "send"]
-    of_a_stage = [2 * 6 * 16 * 8] * (m - 1) + [1 * 6 * 16 * 8]
-    expected = of_a_stage * NEIGHBOURS[schedule][pipeline.group.rank]
+    to_a_neighbour = [2 * 6 * 16 * 8] * (m - 1) + [1 * 6 * 16 * 8]
+    expected = to_a_neighbour * NEIGHBOURS[schedule][pipeline.group.rank]
     close(sorted(messages), sorted(expected), "bytes of all messages")
     close(tape.started[0][0], "allreduce", "the first call")
     close(tape.left, [], "calls that were never waited for")

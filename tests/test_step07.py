@@ -635,8 +635,9 @@ def every_legal_layout() -> list[tuple[str, dict, bool]]:
 @pytest.mark.exhaustive
 @cases("name, layout, tied", every_legal_layout(), ids=str)
 def test_every_legal_layout(pools, name, layout, tied):
-    """Every pp x dp x cp x tp x ep of 8 ranks, in steps 2 to 7, each with one stage of ZeRO, trains
-    to step 1's numbers (in step 7, to those of `train` above, with plain experts).
+    """Every pp x dp x cp x tp x ep of 8 ranks trains to step 1's numbers, in steps 2 to 7 (from
+    step 3 on each with one of ZeRO's stages, 0 to 3; step 7 to those of `train` above, with plain
+    experts).
     """
     base = dict(
         global_batch_size=32,
