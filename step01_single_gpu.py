@@ -310,9 +310,9 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):  # shapes, no memory
         model = Decoder(shape)
+    set_up_layers(model, config)
     # Allocate memory and draw initial weights, the same in every layout
     materialize(model, config.seed, device, dtype)
-    set_up_layers(model, config)
     optimizer = Optimizer(model, config)
 
     # Yields 0, 1, ..., or with --resume the steps that are left. `run` saves and restores model and

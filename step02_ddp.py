@@ -295,8 +295,8 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    materialize(model, config.seed, device, dtype)  # the same weights on every rank
     set_up_layers(model, config)
+    materialize(model, config.seed, device, dtype)  # the same weights on every rank
     optimizer = Optimizer(model, config)
     # new: sums gradients over the ranks. After `Optimizer`, which sets grad_dtype
     sync = SYNCS[config.sync](model, config, mesh)

@@ -1,27 +1,27 @@
 """Step 3: ZeRO, the Zero Redundancy Optimizer. Data-parallel ranks shard what step 2 replicates:
 optimizer state, gradients, weights.
 
-In step 2 every rank makes the same update, although AdamW updates each element by itself. With ZeRO
-(Rajbhandari et al. 2020) each of n ranks updates only 1/n of the weights, its shards, and needs
-*state* (masters and moments) only for these. Stage 1, --zero 1, shards the optimizer's state, stage
-2 also gradients, and stage 3, also called FSDP (fully sharded data parallelism), also weights. With
---zero 0, as in step 2, nothing is sharded.
+In step 2 every rank makes the same update. This is waste: AdamW updates each element by itself, so
+ranks can divide the elements. With ZeRO (Rajbhandari et al. 2020) each of n ranks updates only 1/n
+of the weights, its shards, and needs *state* (masters and moments) only for these. Stage 1, --zero
+1, shards the optimizer's state, stage 2 also gradients, and stage 3, also called FSDP (fully
+sharded data parallelism), also weights. With --zero 0, as in step 2, nothing is sharded.
 
-UNITS. Parameters are laid out in units: the embedding E; each layer; the final norm with the head,
-H. One collective sums or gathers one unit. Large units mean few collectives; but stage 3 holds two
-whole units at a time, so they must not be too large. A unit is a flat buffer of n equal shards,
-padded with zeros if n does not divide its number of elements. Rank r updates shard r.
+WHY IN THIS ORDER? State is sharded first, because it is the largest part, and sharding it adds
+almost no traffic. An all-reduce is a reduce-scatter and then an all-gather; stage 1 makes the
+update between the two. In bf16 it even sends less than step 2: the gathered weights have 2 bytes,
+not 4.
 
-    unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
-                      '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
+Gradients are next. A rank then no longer has room to add up whole gradients over micro-batches, so
+each micro-batch has a reduce-scatter of its own.
 
-Shards may begin and end inside a matrix: above, o.. is the first part of o, and ..o its rest.
+Weights are last, because they must be gathered for each use. In stage 3 a rank gathers a layer
+before its forward, frees it afterwards, and gathers it again for its backward. While one layer
+computes, the next one is gathered.
 
-AN EXAMPLE. Two ranks train four weights, 1 2 3 4, by plain gradient descent with rate 0.1. The
-*local* gradient, that of a rank's own sequences, is 1 2 3 4 on rank 0, and 10 20 30 40 on rank 1.
-The update needs the *sum* of the two. Stage 1 adds up whole local gradients over all micro-batches,
-and frees them after the update. (A little earlier would not lower the peak.) Stages 2 and 3 free a
-unit's as soon as it has been summed.
+AN EXAMPLE. Two ranks train four weights, 1 2 3 4, by plain gradient descent with rate 0.1. Each has
+one micro-batch. The *local* gradient, that of a rank's own sequences, is 1 2 3 4 on rank 0, and 10
+20 30 40 on rank 1. The update needs the *sum* of the two.
 
     at the update          rank 0 holds             rank 1 holds
     stage 0    weights     1 2 3 4                  1 2 3 4
@@ -38,16 +38,9 @@ With AdamW a rank also holds state: in stage 0 of all four weights, else of its 
 update in stages 1 to 3, rank 0 has the new weights -0.1 -0.2, and rank 1 has -0.3 -0.4. In stages 1
 and 2 an all-gather gives all four to both.
 
-IN WHICH ORDER? State is sharded first, because it is the largest part, and sharding it adds almost
-no traffic. An all-reduce is a reduce-scatter and then an all-gather; stage 1 makes the update
-between the two. In bf16 it even sends less than step 2: the gathered weights have 2 bytes, not 4.
-
-Gradients are next. A rank then no longer has room to add up whole gradients over micro-batches, so
-each micro-batch has a reduce-scatter of its own.
-
-Weights are last, because they must be gathered for each use. In stage 3 a rank gathers a layer
-before its forward, frees it afterwards, and gathers it again for its backward. While one unit
-computes, the next one is gathered.
+UNITS. Parameters are laid out in units: E, the embedding; each layer; and H, the final norm with
+the head. One collective sums or gathers one unit. Large units mean few collectives; but stage 3
+holds two whole units at a time, so they must not be too large. `Unit` cuts one into shards.
 
 THE LAW. Bytes that a rank holds for each parameter at the update (step 1's table has the bytes of
 weight, gradient, master and moments):
@@ -64,14 +57,9 @@ and 16 are divided among the ranks, the sum (4), the master (4) and the moments 
 + 12/n, 2 + 14/n and 16/n: its gradients have 2 bytes, and in its stage 1 the sum overwrites the
 local gradient.
 
-During forward and backward a rank also holds, mainly:
-
-    - activations, of its own sequences
-    - in stages 2 and 3, the whole gradients of at most two units
-    - in stage 3, the whole weights of two units
-    - over gloo, as much again as the gradients whose sum is under way (common/comm.py)
-
-`Zero3` says what is different if embedding and head are tied, and with --keep.
+This is at the update. During forward and backward, stages 2 and 3 also hold the whole gradients of
+at most two units, stage 3 the whole weights of two units; and in every stage there are the
+activations of the rank's own sequences.
 
 WHAT IS SENT. Let
 
@@ -88,16 +76,14 @@ In a training step a rank sends (n-1)/n times this many elements:
     stage 3              m (2 P - e) + m P    each micro-batch gathers E and H once, the other units
                                               twice, and reduce-scatters all
 
-E is gathered once because its backward needs no weights, H because its backward follows its forward
-at once, so that it stays whole between the two.
+With m = 1, stages 1 and 2 send the same, and stage 2 holds less. In bf16 an element of an
+all-gather has 2 bytes, one of a reduce-scatter 4; in fp32 both have 4. In every stage the loss is
+all-reduced over dp, 4 bytes also in bf16, and the squared norm of the gradient over all ranks, 8
+bytes.
 
-In every stage the loss is all-reduced over dp, 4 bytes in bf16 and fp32, and the squared norm of
-the gradient over all ranks, 8 bytes.
-
-Stage 3 of tiny on 4 ranks: e is 32,896 + 33,024 = 65,920. A rank has 8 of the 32 sequences, in
-micro-batches of 4, so m = 2. It sends 3/4 x (2 x (2 x 804,224 - 65,920) + 2 x 804,224) = 3,520,128
-elements. In fp32 `sent` over dp is then 4 x 3,520,128 bytes, and 2 x 3/4 x 4 for the loss:
-14,080,518. In bf16, an all-gather sends 2 bytes for each element, a reduce-scatter 4.
+For tiny in fp32 on 4 ranks, a rank has 8 of the 32 sequences, in micro-batches of 4, so m = 2. In
+stage 2 it sends 3/4 x 3 x 804,224 elements of 4 bytes, and 2 x 3/4 x 4 bytes for the loss: `sent`
+over dp in metrics.jsonl is 7,238,022. In stage 3 it is 14,080,518: see `Zero3`.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -152,14 +138,16 @@ from step02_ddp import SYNCS, join_ranks
 
 
 class Unit:
-    """Several parameters in one flat buffer, cut into n shards, of which this rank updates one.
+    """Several parameters in one flat buffer, cut into n equal shards. Rank r updates shard r. The
+    buffer is padded with zeros if n does not divide its number of elements.
 
-    An example: shards have 10 elements, and a parameter is elements 6 to 24 of the buffer. Rank 2's
-    shard is elements 20 to 29. So rank 2 has of this parameter
+        unit of layer 0:  [ norm q k v o.. | ..o norm gate.. | ..gate up.. | ..up down ]
+                          '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
 
-        in `flat`                20 to 24    `own_range`
-        in rank 2's shard         0 to 4     `own_part`
-        in the parameter         14 to 18    `spans` of `Zero1`
+    Shards may begin and end inside a matrix: above, o.. is the first part of o, and ..o its rest.
+    In numbers: let shards have 10 elements, and let o be elements 6 to 24 of the buffer. Rank 2's
+    shard is elements 20 to 29. So of o, rank 2 has elements 20 to 24 of the buffer. They are
+    elements 0 to 4 of its shard (`own_part`), and 14 to 18 of o (`spans` of `Zero1`).
 
     A unit has these tensors:
 
@@ -171,9 +159,8 @@ class Unit:
         summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
     padded: the number of elements, with the padding. wide: fp32, or fp64 if the weights are fp64.
-    If the weights are wide, the master is the shard, not a copy. A gradient is None until it is
-    first needed, and again after the update (in stages 2 and 3 `local_grad` already when its sum
-    starts). The update reads `summed_grad`.
+    If the weights are wide, the master is the shard, not a copy. A gradient is None while there is
+    none.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -205,24 +192,17 @@ class Unit:
         start, stop = self.bounds[name]
         return flat[start:stop].view_as(self.named[name])
 
-    def own_range(self, name: str) -> tuple[int, int]:
-        """Which elements of `flat` are in the parameter and in this rank's shard: low <= i < high.
-        If there are none, high is low.
-
-        In the example above rank 0 has (6, 10), rank 1 (10, 20), rank 2 (20, 25).
-        """
-        start, stop = self.bounds[name]
-        low = max(start, self.shard_start)
-        high = min(stop, self.shard_stop)
-        return low, max(low, high)
-
     def own_part(self, own_shard: Tensor, name: str) -> Tensor:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
-        `summed_grad`; k may be 0. In the example above rank 1's part is all its shard, and rank 2's
-        the first 5 elements of its shard.
+        `summed_grad`; k may be 0.
+
+        In the example above, first and end are 6 and 25 on rank 0 (slicing stops at 10, the end of
+        the shard), 0 and 15 on rank 1, 0 and 5 on rank 2, 0 and 0 on rank 3.
         """
-        low, high = self.own_range(name)
-        return own_shard[low - self.shard_start : high - self.shard_start]
+        start, stop = self.bounds[name]
+        first = max(start - self.shard_start, 0)
+        end = max(stop - self.shard_start, 0)
+        return own_shard[first:end]
 
 
 def unit_names(model: Decoder) -> list[list[str]]:
@@ -252,16 +232,16 @@ class Zero1:
 
     Autograd puts one micro-batch's gradient into `.grad`, in the weight's dtype. The hook
     `add_gradient` adds it to the unit's `local_grad`, which is wide, and sets `.grad` to None. With
-    a unit's last gradient of the training step it starts the unit's reduce-scatter. (Steps 1 and 2
-    let autograd add up in `.grad`, in step 2's `BucketSync` in a view of a buffer. Here `.grad`
-    lives only until the hook has added it, so that stages 2 and 3 can free a unit's `local_grad` as
-    soon as it has been summed over ranks.)
+    a unit's last gradient of the training step it starts the unit's reduce-scatter. After the
+    update the whole local gradients are freed. (Steps 1 and 2 let autograd add up in `.grad`, in
+    step 2's `BucketSync` in a view of a buffer. Here `.grad` lives only until the hook has added
+    it, so that stages 2 and 3 can free a unit's `local_grad` as soon as it has been summed.)
 
     All ranks must start their reduce-scatters in one order. On all of them H is complete first,
-    then layer 1, then layer 0, because of two rules. Layer 0's backward needs layer 1's result. And
-    of the operations that are ready, autograd runs the one that came latest in forward, so no
-    weight gradient of layer 1 waits until layer 0's. So a complete unit can be sent at once. (Step
-    2's buckets end inside layers, where the order may differ, so a complete one waits.)
+    then layer 1, then layer 0: of the operations that are ready, autograd runs the one that came
+    last in forward. Layer 1's came after layer 0's, so its weight gradients are there before layer
+    0's backward begins. So a complete unit can be sent at once. (Step 2's buckets end inside
+    layers, where the order may differ, so a complete one waits.)
     """
 
     unit_type = Unit  # stage 3 has another
@@ -377,9 +357,11 @@ class Zero1:
         """
         spans = {}
         for unit in self.units:
-            for name, (start, _) in unit.bounds.items():
-                low, high = unit.own_range(name)
-                spans[name] = (low - start, high - start)
+            for name, (start, stop) in unit.bounds.items():
+                # The elements of `flat` that are in the parameter and in this rank's shard
+                first = max(start, unit.shard_start)
+                end = max(first, min(stop, unit.shard_stop))
+                spans[name] = (first - start, end - start)
         return spans
 
 
@@ -418,11 +400,12 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`.
 
-    A gather writes into memory that autograd has saved for backward. This does no harm: shards
-    change only after backward, so it writes the same values again. Autograd raises an error in
-    backward if a saved tensor was written to since forward, by a counter that a tensor shares with
-    its views. But `param.data = ...` in `Unit` gives a parameter memory of `flat`, and leaves it
-    its own counter. So a gather into `flat` is not noticed.
+    So a gather writes into memory that autograd has saved for backward. This does no harm: shards
+    change only after backward, so it writes the same values again. But autograd has a check for it.
+    Each tensor counts the writes to it, together with its views; if a saved tensor's count has
+    changed since forward, backward raises an error. Here the check does not see the gather, because
+    a parameter has a count of its own: `param.data = ...` in `Unit` has given it memory of `flat`,
+    but not the count of `flat`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -444,14 +427,15 @@ class ShardedUnit(Unit):
         if self.gathering is not None:
             self.gathering.wait()
             # On a GPU, kernels that read it may still wait in their stream. PyTorch gives its bytes
-            # only to work that comes later in this stream
+            # only to work that comes later in this stream, for which the next gather waits, too
             self.flat.untyped_storage().resize_(0)
             self.gathering = None
 
 
 class Zero3(Zero2):
     """ZeRO 3 (FSDP): weights are sharded, too. Hooks gather a unit before its use, and prefetch the
-    next one meanwhile.
+    next one meanwhile. They surround a *segment*: the modules that use one unit, such as a layer.
+    (`add_segment` has the exceptions.)
 
     Below, a micro-batch goes through E, layers 0 and 1, and H. Messages overlap the computation in
     the same column. If a column has two messages, the reduce-scatter starts first.
@@ -462,23 +446,14 @@ class Zero3(Zero2):
         compute            E   0   1   H   H   1   0   E
         freed after        E   0   1       H   1   0
 
-    Two units are whole at a time: the one in use, and the next. H stays from its forward to its
-    backward, and E is not gathered again.
+    Two units are whole at a time: the one in use, and the next. H is gathered once, because its
+    backward follows its forward at once, so that it stays whole between the two; E, because its
+    backward needs no weights; the others twice. So each micro-batch gathers 2 P - e elements, where
+    e is the size of E and H.
 
-    WITH --keep a unit is gathered once in a training step, in the first micro-batch's forward, and
-    freed only at the update. So all weights are whole at the update: a rank holds 2 + 18/n bytes
-    for each parameter in bf16, 4 + 16/n in fp32. And it sends as much as in stage 2, (n-1)/n times
-    (m+1) P elements: one all-gather and m reduce-scatters.
-
-    Hooks surround the modules of a *segment*: the embedding, a layer, or norm and head. Read
-    segment i as unit i. (In steps 6 and 7 and in tied models a segment may have two units or none,
-    so segments[i] is a list.)
-
-    Skip this unless the model is TIED: embedding and head share a matrix. It is in E, and H is the
-    last norm alone. E is gathered twice, for the embedding and with H, and stays whole to the end
-    of backward. So three units are whole at a time, and the e of WHAT IS SENT counts only the norm.
-    In stages 2 and 3 autograd also keeps the head's term of E's gradient, whole, to the end of
-    backward.
+    For tiny on 4 ranks, with m = 2, e is 32,896 + 33,024 = 65,920. A rank sends 3/4 x (2 x (2 x
+    804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements: the gathers, and 2 x 804,224 for the
+    reduce-scatters. In fp32 that is 14,080,512 bytes, and 6 for the loss.
     """
 
     unit_type = ShardedUnit
@@ -495,7 +470,16 @@ class Zero3(Zero2):
         self.add_segment(model.model.norm, model.lm_head)
 
     def add_segment(self, *modules: nn.Module | None):
-        """Hook modules that run one after another, and list the units with their parameters."""
+        """Hook modules that run one after another, and list the units with their parameters.
+
+        It is a list, because a segment may have two units (step 7: experts are a unit of their own)
+        or none (step 6: another rank has them).
+
+        If the model is tied, embedding and head share a matrix. It is in E, and H is the last norm
+        alone. E is gathered twice, for the embedding and with H, and stays whole to the end of
+        backward. So three units are whole at a time, and e counts only the norm. Autograd also
+        keeps the head's term of E's gradient, whole, to the end of backward.
+        """
         number = len(self.segments)
         params = set()
         if modules[0] is not None:  # None: another rank has them (step 6)
@@ -509,23 +493,22 @@ class Zero3(Zero2):
                 units.append(unit)
         self.segments.append(units)
 
-    def gather_segment(self, number: int):
-        """Start to gather the units of a segment, if they are not whole."""
-        for unit in self.segments[number]:
+    def make_whole(self, units: list[ShardedUnit], upcoming: list[ShardedUnit]):
+        """Gather `units`, and start to gather `upcoming`, which are used next. Nothing is done for
+        a unit that is whole.
+        """
+        for unit in units + upcoming:
             unit.gather()
-
-    def wait_for_segment(self, number: int):
-        """Wait until the units of a segment are whole."""
-        for unit in self.segments[number]:
+        # Last, so that the gathers of `upcoming` are under way before the computation begins
+        for unit in units:
             unit.gathering.wait()
 
     def before_forward(self, number: int, module: nn.Module, inputs: tuple):
         """Hook: gather this segment's units, and prefetch the next segment's."""
-        self.gather_segment(number)
+        upcoming = []
         if number + 1 < len(self.segments):
-            self.gather_segment(number + 1)
-        # Last, so that the prefetch is under way before the computation begins
-        self.wait_for_segment(number)
+            upcoming = self.segments[number + 1]
+        self.make_whole(self.segments[number], upcoming)
 
     def after_forward(self, number: int, module: nn.Module, inputs: tuple, output: Tensor):
         """Hook: free this segment's units, but not the last segment's, whose backward follows at
@@ -542,10 +525,10 @@ class Zero3(Zero2):
 
     def before_backward(self, number: int, gradient: Tensor):
         """Hook: gather this segment's units, and prefetch those of the segment before it."""
-        self.gather_segment(number)
-        if number > 1:  # segment 0, the embedding, needs none
-            self.gather_segment(number - 1)
-        self.wait_for_segment(number)
+        upcoming = []
+        if number > 1:  # segment 0, the embedding, needs no weights
+            upcoming = self.segments[number - 1]
+        self.make_whole(self.segments[number], upcoming)
 
     def start_sum(self, unit: Unit):
         """With all gradients of the unit there, its backward needs no more weights: start the sum
@@ -572,7 +555,13 @@ ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero
 
 @dataclass
 class Config(step02.Config):
-    """ZeRO."""
+    """ZeRO.
+
+    With --keep, stage 3 gathers a unit once in a training step, in the first micro-batch's forward,
+    and frees it only at the update. So all weights are whole at the update: a rank holds 2 + 18/n
+    bytes for each parameter in bf16, 4 + 16/n in fp32. And it sends as much as in stage 2, (n-1)/n
+    times (m+1) P elements: one all-gather and m reduce-scatters.
+    """
 
     zero: str = flag(
         "1", "sharded: 0 nothing (uses --sync), 1 optimizer state, 2 also gradients, 3 all", ZERO
@@ -606,8 +595,6 @@ def train(config: Config, run: Run):
     data = Data(config.dataset, shape, config.global_batch_size, config.seed)
     with torch.device("meta"):
         model = Decoder(shape)
-    # It changes only functions, so it may come before the weights are drawn (in step 2 it came
-    # after)
     set_up_layers(model, config)
     # new: it also draws the weights
     optimizer, sync = make_weights_and_optimizer(model, config, mesh, device, dtype)

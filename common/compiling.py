@@ -23,8 +23,7 @@ def run_with_grads_hidden(layer: DecoderLayer, compiled: Callable, *inputs: Tens
     while the layer runs, and is back before backward adds to it. With --recompute, backward runs
     the forward again, and so calls this function, too.
     """
-    # Listed at each call: from step 3 on, `materialize` replaces all parameters after
-    # `compile_model` has run
+    # Listed at each call: `materialize` replaces all parameters after `compile_model` has run
     params = list(layer.parameters())
     gradients = [param.grad for param in params]
     for param in params:

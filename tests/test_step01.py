@@ -7,14 +7,16 @@ import hashlib
 import json
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import DoubleTensor, Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
 from torch.utils.flop_counter import FlopCounterMode
 
 import step01_single_gpu as step
@@ -331,6 +333,7 @@ def tokens_of(model: Decoder) -> Tensor:
     return torch.arange(model.config.seq_len)[None] * 7 % model.config.vocab_size
 
 
+@task("masters", 2)
 @cases("dtype, nbytes", [(BF16, 14_476_032), (FP32, 12_867_584)])
 def test_law_of_training_state(dtype, nbytes):
     """Weights, gradients, masters and moments take 18 bytes for each of 804,224 parameters, in fp32
@@ -426,10 +429,14 @@ def require_gradients_without_options(model: Decoder, bound: float = 1e-10):
 
 @task("recomputation", 3)
 def test_recomputation_keeps_gradients():
-    """With `full`, two micro-batches have the gradients of the model without it."""
+    """With `full`, two micro-batches have the gradients of the model without it. Each forward of
+    a layer hands `context_fn` on to torch's `checkpoint`.
+    """
     model = decoder()
-    step.set_up_layers(model, step.Config(recompute="full"))
+    context_fn = mock.Mock(side_effect=noop_context_fn)
+    step.set_up_layers(model, step.Config(recompute="full"), context_fn=context_fn)
     require_gradients_without_options(model)
+    close(context_fn.call_count, 6, "calls: 3 layers in 2 micro-batches")
 
 
 @cases("dtype, recompute, bound", [(FP64, "full", 1e-10), (BF16, "none", 1e-2)])
@@ -577,19 +584,23 @@ def test_without_targets_loss_and_gradients_are_zero(monkeypatch):
 
 
 def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
-    """Train the preset debug, and call `watch` with the new model. Until it is initialised, the
-    model has no memory.
+    """Train the preset debug, and call `watch` with its model before the first step. Until it is
+    initialised, the model has no memory.
     """
+
+    class WatchModel(Watch):
+        def steps(self, model: Decoder, **others: Any) -> Iterator[int]:
+            watch(model)
+            return super().steps(model=model, **others)
 
     def new_decoder(shape: ModelConfig) -> Decoder:
         close(torch.get_default_device().type, "meta", "where the model is made")
         return Decoder(shape)
 
     monkeypatch.setattr(step, "Decoder", new_decoder)
-    monkeypatch.setitem(step.RECOMPUTE, "none", watch)
     compiled = []
     monkeypatch.setattr(step, "compile_model", compiled.append)
-    run = Watch(step.Config(**BASE | flags, model="debug", compile=True))
+    run = WatchModel(step.Config(**BASE | flags, model="debug", compile=True))
     with run:
         step.train(run.config, run)
     close(len(compiled), 1, "calls of compile_model")

@@ -41,7 +41,7 @@ TASKS: dict[int, dict[str, str]] = {
         "loop": "train",
     },
     3: {
-        "units": "Unit.view_in Unit.own_range Unit.own_part unit_names",
+        "units": "Unit.view_in Unit.own_part unit_names",
         "stage 1": "Zero1.begin Zero1.add_gradient Zero1.sum_is_due Zero1.start_sum "
         "Zero1.complete_sums Zero1.finish Zero1.gradients",
         "update": "Zero1.publish Zero1.zero_grad",
