@@ -52,9 +52,7 @@ def load_model(
     materialize(model, 0, device, dtype)
     values = {}
     for name in saved.pieces:
-        shape = saved.any_piece[name].place.full_shape
-        box = tuple((0, size) for size in shape)
-        values[name] = saved.assemble_shard(name, "values", box, shape)
+        values[name] = saved.whole_tensor(name, "values")
     if model.config.tied:  # saved once, as the embedding
         values["lm_head.weight"] = values["model.embed_tokens.weight"]
     model.load_state_dict(values)
