@@ -45,8 +45,8 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     try:
         config = parse(cls)
         check_environment()
-        with run_type(config) as run:
-            train(config, run)
+        run = run_type(config)
+        train(config, run)
         # PyTorch wants this at the end. After an error it could wait for ranks that are gone
         if dist.is_initialized():
             dist.destroy_process_group()

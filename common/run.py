@@ -1,7 +1,6 @@
 """The flags of a run; and `Run`: its directory, progress bar and checkpoints.
 
-    with Run(config) as run:                                    in `main` (launch.py)
-        train(config, run)
+    train(config, Run(config))                                  in `main` (launch.py)
 
     for step in run.steps(model=..., optimizer=..., ...):       in `train`: yields 0, 1, ...
         run.require_finite(step, loss=..., grad_norm=...)       before the update
@@ -59,7 +58,7 @@ from common.report import (
 )
 from common.resume import check_flags, choose_checkpoint
 from common.storage import save_checkpoint
-from common.watch import HangWatch, Signals
+from common.watch import Signals, time_limit
 
 
 @dataclasses.dataclass
@@ -107,7 +106,6 @@ class Run:
         # OSError is most likely the user's to fix
         self.steps_began = False
         self.timed_since = 0.0  # the time at which the next row's seconds begin
-        self.watch = HangWatch(config.timeout, self.out)
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
         # Declared here, set by `set_up`. (`steps` sets model, optimizer, data, mesh and others)
@@ -115,15 +113,6 @@ class Run:
         self.meter: Meter
         self.bar: tqdm
         self.fingerprint: str  # of the data
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, error: type | None, *_):
-        """Stop the watch; draw loss.png, unless an error ended the run."""
-        self.watch.stop()
-        if self.is_rank_0 and error is None and self.history:
-            draw_loss(self.out, self.history)
 
     # The loop
 
@@ -140,6 +129,7 @@ class Run:
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
             after a signal           saves a checkpoint at the end of the step, and ends
+            at the end               draws loss.png
 
         `mesh`: from step 2 on. `others`, such as the sync, are kept for a subclass: `Run` itself
         does not use them. Raises UserError.
@@ -157,21 +147,22 @@ class Run:
         with self.bar, tracing, Signals() as signals:
             self.steps_began = True
             self.timed_since = time.perf_counter()
+            stopping = False
             for step in range(done, self.config.steps):
-                self.watch.start()
-                yield step
-                # A signal has only set `signals.first`: if one rank has received it, all end after
-                # this step. The watch still runs, because another rank may hang in its step
-                stopping = any(self.ranks.all_gather(signals.first is not None))
-                self.watch.stop()
+                with time_limit(self.config.timeout, self.out):
+                    yield step
+                    # A signal has only set `signals.first`: if one rank has received it, all end
+                    # after this step. The limit includes this, because another rank may hang
+                    stopping = any(self.ranks.all_gather(signals.first is not None))
                 self.write_what_is_due(step + 1, stopping, profiler)
-                if stopping and step + 1 < self.config.steps:
-                    self.bar.close()  # before the text, so that they do not share a line
-                    self.say(
-                        "a signal has ended the run: to continue it, add --resume auto to the same "
-                        "command"
-                    )
-                    return
+                if stopping:
+                    break
+        if self.is_rank_0 and self.history:
+            draw_loss(self.out, self.history)
+        if stopping and step + 1 < self.config.steps:
+            self.say(
+                "a signal has ended the run: to continue it, add --resume auto to the same command"
+            )
 
     def require_finite(self, step: int, **numbers: float):
         """Raise UserError if a number is inf or nan, before the update makes weights nan.

@@ -1,4 +1,4 @@
-"""How a run ends early. `Signals`: a signal ends it after the current step. `HangWatch`: if a step
+"""How a run ends early. `Signals`: a signal ends it after the current step. `time_limit`: if a step
 takes longer than --timeout, the process ends at once.
 
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks finish the step, save
@@ -36,6 +36,8 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +83,10 @@ class Signals:
             os._exit(130)
 
 
-class HangWatch:
-    """If a step takes longer than `seconds` (0: no limit), print the stacks of this rank's threads,
-    and end its process.
+@contextmanager
+def time_limit(seconds: float, out: Path) -> Iterator[None]:
+    """A context for one step. If it takes longer than `seconds` (0: no limit), print the stacks of
+    this rank's threads, and end its process.
 
     If one rank is stuck, the others soon wait for it in a collective, and usually print their
     stacks at about the same time. The rank whose stack differs is most likely the stuck one. On
@@ -98,43 +101,32 @@ class HangWatch:
     The timer is a thread of its own. It also runs while the main thread waits in a collective,
     which releases the GIL.
     """
+    timer = threading.Timer(seconds, print_stacks_and_exit, (seconds, out))
+    timer.daemon = True
+    if seconds:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
-    def __init__(self, seconds: float, out: Path):
-        self.seconds = seconds
-        self.out = out
-        self.timer: threading.Timer | None = None
 
-    def start(self):
-        """Begin a step."""
-        if self.seconds:
-            self.timer = threading.Timer(self.seconds, self.print_stacks_and_exit)
-            self.timer.daemon = True
-            self.timer.start()
-
-    def stop(self):
-        """End the step."""
-        if self.timer is not None:
-            self.timer.cancel()
-
-    def print_stacks_and_exit(self):
-        """The timer's thread calls this, after `seconds`."""
-        rank = os.environ.get("RANK", "0")
-        text = (
-            f"error: rank {rank}: a step has taken {self.seconds:g} s (--timeout). The rank's "
-            "threads:\n"
-        )
-        try:
-            # faulthandler writes to the descriptor of a file, not to a string
-            with tempfile.TemporaryFile("w+") as stacks:
-                faulthandler.dump_traceback(stacks)
-                stacks.seek(0)
-                text += stacks.read()
-            sys.stderr.write(text)  # in one call, so that the ranks' stacks rarely mix
-            sys.stderr.flush()
-            if dist.is_initialized() and dist.get_backend() == "nccl":
-                record = torch._C._distributed_c10d._dump_nccl_trace()  # no public function has it
-                (self.out / f"nccl-{rank}").write_bytes(record)
-        except Exception as error:
-            traceback.print_exception(error)
-        finally:
-            os._exit(1)
+def print_stacks_and_exit(seconds: float, out: Path):
+    """The timer's thread calls this, after `seconds`."""
+    rank = os.environ.get("RANK", "0")
+    text = f"error: rank {rank}: a step has taken {seconds:g} s (--timeout). The rank's threads:\n"
+    try:
+        # faulthandler writes to the descriptor of a file, not to a string
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(stacks)
+            stacks.seek(0)
+            text += stacks.read()
+        sys.stderr.write(text)  # in one call, so that the ranks' stacks rarely mix
+        sys.stderr.flush()
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            record = torch._C._distributed_c10d._dump_nccl_trace()  # no public function has it
+            (out / f"nccl-{rank}").write_bytes(record)
+    except Exception as error:
+        traceback.print_exception(error)
+    finally:
+        os._exit(1)

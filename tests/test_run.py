@@ -80,6 +80,7 @@ def test_ctrl_c_after_a_signal_ends_the_process(numbers, times):
 SCRIPT = """
 import sys, threading, time, step01_single_gpu as step01
 from common.launch import main
+from common.watch import time_limit
 
 def wait_for_ever():
     time.sleep(1000)
@@ -97,7 +98,7 @@ TWO_RANKS |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
 
 def test_a_hang_is_explained(tmp_path):
     """After --timeout, the process prints where it waits, and ends with status 1."""
-    code = SCRIPT.format("run.watch.start(); wait_for_ever()")
+    code = SCRIPT.format("with time_limit(config.timeout, run.out): wait_for_ever()")
     flags = ["--timeout=1", f"--out={tmp_path}"]
     log = tmp_path / "log"
     status, output = Script(code, *flags, log=log, **TWO_RANKS | dict(RANK="3")).end()

@@ -322,7 +322,8 @@ def test_law_of_messages(flags, dtype, nbytes):
     # Short sequences: what is sent does not depend on their length
     short = dict(model="tiny,seq_len=8", steps=1, global_batch_size=8)
     flags = BASE | short | dict(dtype=dtype) | flags
-    with Watch(step.Config(**flags)) as run, Tape() as tape:
+    run = Watch(step.Config(**flags))
+    with Tape() as tape:
         step.train(run.config, run)
     close(run.history[0]["sent"], dict(dp=nbytes, all=12), "bytes that the run counts")
     sent = sum(size for name, size in tape.started if name != "allgather")

@@ -154,7 +154,7 @@ def take_turn(step: str, flags: str, build: Callable | None, watched: bool) -> T
     run.is_rank_0 = False
     run.memory = AllTensors()
     watched = watched and not run.config.compile  # under a mode torch.compile gives up, for good
-    with run.memory if watched else nullcontext(), run:
+    with run.memory if watched else nullcontext():
         if build is None:
             module.train(run.config, run)
         else:

@@ -51,7 +51,8 @@ def train_real(step: str, flags: dict, out: str) -> tuple[int, dict[str, int]]:
     config = module.Config(**SMALL | flags, steps=2, out=out)
     # With gloo, comm.py's reduce_scatter needs memory that it does not need with NCCL.
     like_nccl = mock.patch.object(dist, "get_backend", lambda *_: "")
-    with like_nccl, Live() as live, WatchedRun(config) as run:
+    run = WatchedRun(config)
+    with like_nccl, Live() as live:
         run.live = live
         module.train(config, run)
         batch = run.data.batch(0)

@@ -62,8 +62,8 @@ def test_there_and_back(tmp_path, kind, dtype, monkeypatch):
 def first_loss(step: str, flags: dict) -> float:
     """Runs on every rank: train two steps with a step's own `train`; returns the first loss."""
     module = importlib.import_module(step)
-    with Watch(module.Config(steps=2, device="cpu", dtype="fp32", **flags)) as run:
-        module.train(run.config, run)
+    run = Watch(module.Config(steps=2, device="cpu", dtype="fp32", **flags))
+    module.train(run.config, run)
     assert len(run.history) == 2
     return run.history[0]["loss"]
 

@@ -95,7 +95,8 @@ def overflow_on_last_rank(flags: dict[str, Any]) -> tuple[list[float], int]:
             part = next(gradient for gradient in gradients.values() if gradient.numel())
             part.view(-1)[0] = torch.inf
 
-    with mock.patch.object(fp16, "sum_tied", spoil), Watch(config) as run:
+    run = Watch(config)
+    with mock.patch.object(fp16, "sum_tied", spoil):
         fp16.train(config, run)
     (state, *_) = run.optimizer.torch_optimizer.state.values()
     return [row["loss_scale"] for row in run.history], int(state["step"])

@@ -29,8 +29,8 @@ def trained(step: str, flags: dict[str, Any]) -> Decoder:
     """Train with a step's own `train`; returns the model."""
     module = importlib.import_module(step)
     options = dict(model=SHAPE, device="cpu", steps=2, global_batch_size=4, micro_batch_size=1)
-    with Watch(module.Config(**options | flags)) as run:
-        module.train(run.config, run)
+    run = Watch(module.Config(**options | flags))
+    module.train(run.config, run)
     return run.model
 
 

@@ -450,8 +450,8 @@ def refusal(step: str, flags: str) -> str:
     module = importlib.import_module(step)
     words = ["--device=cpu", "--model=debug", *flags.split()]
     try:
-        with Watch(parse(with_flags(module.Config, TECHNIQUES), words)) as run:
-            module.train(run.config, run)
+        run = Watch(parse(with_flags(module.Config, TECHNIQUES), words))
+        module.train(run.config, run)
     except UserError as error:
         return str(error)
     return "accepted"
