@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError
 
 from common import UserError
 from common.flags import parse
@@ -40,19 +39,16 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     are no Exception: they end Python as usual.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    run = None
     status = 0
     try:
         config = parse(cls)
         check_environment()
-        run = run_type(config)
-        train(config, run)
+        train(config, run_type(config))
         # PyTorch wants this at the end. After an error it could wait for ranks that are gone
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
-        steps_began = run is not None and run.steps_began
-        status = print_error(error, steps_began)
+        status = print_error(error)
     sys.stdout.flush()
     sys.stderr.flush()
     if several_ranks:
@@ -60,18 +56,15 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
     sys.exit(status)
 
 
-def print_error(error: Exception, steps_began: bool) -> int:
+def print_error(error: Exception) -> int:
     """If the user can fix the error, print one line and return 2. Otherwise print its traceback and
     return 1.
 
-    The user can fix a UserError, and torch.OutOfMemoryError. Before the steps begin (`steps_began`
-    is False), an OSError (a path) or torch's DistError (a network) is most likely the user's to
-    fix, too.
+    The user can fix a UserError, an OSError (most likely of a path or a disk), and
+    torch.OutOfMemoryError.
     """
-    fixable = isinstance(error, UserError)
+    fixable = isinstance(error, UserError | OSError)
     text = str(error)
-    if not steps_began and isinstance(error, OSError | DistError):
-        fixable = True
     if isinstance(error, torch.OutOfMemoryError):
         fixable = True
         text = (

@@ -23,14 +23,11 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from common import UserError
 from common.comm import Mesh
 from common.layout import data_group_of, full_shape, record_of
 from common.ranks import Ranks
@@ -171,15 +168,6 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
 # --- config.json, metrics.jsonl and loss.png, which rank 0 writes ---------------------------------
 
 
-@contextmanager
-def writing_to(out: Path) -> Iterator[None]:
-    """Turn an OSError of the `with` block into a UserError that names --out."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write: {error.strerror or error}") from error
-
-
 def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
     """Create the directory, config.json, and metrics.jsonl with the rows of the steps before
     --resume, if any. Raises OSError, which `Ranks.attempt` makes a UserError on all ranks.
@@ -191,13 +179,13 @@ def create_files(out: Path, flags: dict[str, Any], history: list[dict]):
 
 
 def append_row(out: Path, row: dict[str, Any]):
-    """Add a row to metrics.jsonl. Raises UserError on rank 0 alone: torchrun ends the others."""
-    with writing_to(out), open(out / "metrics.jsonl", "a") as file:
+    """Add a row to metrics.jsonl. Raises OSError on rank 0 alone: torchrun ends the others."""
+    with open(out / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def draw_loss(out: Path, history: list[dict]):
-    """Draw the loss over the steps into loss.png. Raises UserError."""
+    """Draw the loss over the steps into loss.png."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -206,5 +194,4 @@ def draw_loss(out: Path, history: list[dict]):
     axes.set_ylabel("loss (nats per token)")
     marker = "o" if len(history) == 1 else ""  # a line needs two points
     axes.plot([row["step"] for row in history], [row["loss"] for row in history], marker=marker)
-    with writing_to(out):
-        figure.savefig(out / "loss.png", dpi=120)
+    figure.savefig(out / "loss.png", dpi=120)

@@ -102,9 +102,6 @@ class Run:
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
-        # Whether the steps have begun. `main` (launch.py) asks this after an error: before them, an
-        # OSError is most likely the user's to fix
-        self.steps_began = False
         self.timed_since = 0.0  # the time at which the next row's seconds begin
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
@@ -145,7 +142,6 @@ class Run:
         # However the loop ends, `with` closes the bar and the trace, and restores the handlers of
         # signals. (If the caller's body raises, Python closes this generator, and so leaves `with`)
         with self.bar, tracing, Signals() as signals:
-            self.steps_began = True
             self.timed_since = time.perf_counter()
             stopping = False
             for step in range(done, self.config.steps):

@@ -11,4 +11,4 @@ def start(main: Callable[[list[str]], None]):
     try:
         main(sys.argv[1:])
     except Exception as problem:
-        sys.exit(print_error(problem, steps_began=False))
+        sys.exit(print_error(problem))

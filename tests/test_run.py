@@ -16,7 +16,7 @@ import torch.distributed as dist
 import step04_tp_sp as step04
 from common import UserError, compare
 from common.comm import Mesh
-from common.launch import check_environment, compare_launches, connect_ranks
+from common.launch import check_environment, compare_launches, connect_ranks, print_error
 from common.meter import flops_per_token, peak_flops
 from common.model import PRESETS, Decoder
 from common.profiling import make_profiler
@@ -141,10 +141,13 @@ class Moved(Run):
         self.out.rename(f"{self.out}-moved")
 
 
-def test_if_the_run_directory_is_renamed_the_error_names_out(tmp_path):
+def test_if_the_run_directory_is_renamed_one_line_names_the_file(tmp_path, capsys):
     """`Moved` renames it in step 1: metrics.jsonl can then not be written."""
-    with pytest.raises(UserError, match=f"--out {tmp_path}/a: cannot write: No such file"):
+    with pytest.raises(OSError) as caught:
         run_of(STEP1, dict(out=f"{tmp_path}/a"), Moved)
+    close(print_error(caught.value), 2, "status")
+    text = f"error: [Errno 2] No such file or directory: '{tmp_path}/a/metrics.jsonl'\n"
+    assert capsys.readouterr().err.endswith(text)
 
 
 # --- What ranks must have in common

@@ -161,4 +161,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Exception as problem:
-        sys.exit(print_error(problem, steps_began=False))
+        sys.exit(print_error(problem))
