@@ -33,7 +33,6 @@ that differ do not change it.
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -65,55 +64,40 @@ def read_metrics(run: str) -> list[dict]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-def relative(a: float | None, b: float | None) -> float:
-    """|a - b| / the larger of |a| and |b|. Raises ValueError if one is missing or not finite."""
-    for number in (a, b):
-        if number is None or not math.isfinite(number):
-            raise ValueError("one of the runs has no loss or norm, or it is not finite")
+def relative(a: float, b: float) -> float:
+    """|a - b| / the larger of |a| and |b|."""
     if a == b:  # both may be 0
         return 0.0
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def pair_up(rows_1: list[dict], rows_2: list[dict], n_steps: int) -> list[tuple[dict, dict]]:
-    """The two runs' rows of the first `n_steps` steps. A run may have fewer only if the other has
-    equally many: then all are judged. Raises ValueError.
-    """
-    pairs = list(zip(rows_1[:n_steps], rows_2[:n_steps], strict=False))  # as long as the shorter
-    if n_steps < 1 or not pairs:
-        raise ValueError("there are no steps to compare")
-    if len(pairs) < n_steps and len(rows_1) != len(rows_2):
-        raise ValueError(
-            f"one run has only {len(pairs)} steps: --first {len(pairs)} judges what both have"
-        )
-    return pairs
-
-
 def compare(rows_1: list[dict], rows_2: list[dict], n_steps: int, bound: float) -> bool:
     """Print a table of the first `n_steps` steps; return whether they are within `bound`.
 
-    Raises ValueError as `pair_up` and `relative` do.
+    A run may have fewer steps only if the other has equally many: then all are judged. Raises
+    ValueError.
     """
-    pairs = pair_up(rows_1, rows_2, n_steps)
+    rows_1 = rows_1[:n_steps]
+    rows_2 = rows_2[:n_steps]
+    if len(rows_1) != len(rows_2) or not rows_1:
+        raise ValueError(f"cannot compare {len(rows_1)} steps with {len(rows_2)}: change --first")
     largest = 0.0
-    first_step_above = None
+    above = []
     print("  step      loss 1      loss 2  loss diff.  norm diff.  (relative)")
-    for row_1, row_2 in pairs:
-        loss_difference = relative(row_1.get("loss"), row_2.get("loss"))
-        norm_difference = relative(row_1.get("grad_norm"), row_2.get("grad_norm"))
+    for row_1, row_2 in zip(rows_1, rows_2, strict=True):
+        loss_difference = relative(row_1["loss"], row_2["loss"])
+        norm_difference = relative(row_1["grad_norm"], row_2["grad_norm"])
         print(
             f"{row_1['step']:6}{row_1['loss']:12.6f}{row_2['loss']:12.6f}"
             f"{loss_difference:12.1e}{norm_difference:12.1e}"
         )
-        larger = max(loss_difference, norm_difference)
-        largest = max(largest, larger)
-        if larger > bound and first_step_above is None:
-            first_step_above = row_1["step"]
-    verdict = f"none above {bound}"
-    if first_step_above is not None:
-        verdict = f"first above {bound} in step {first_step_above}"
-    print(f"{len(pairs)} steps; largest difference: {largest:.1e}; {verdict}")
-    return first_step_above is None
+        largest = max(largest, loss_difference, norm_difference)
+        # `not <=`: nan is above every bound
+        if not (loss_difference <= bound and norm_difference <= bound):
+            above.append(row_1["step"])
+    verdict = f"first above {bound} in step {above[0]}" if above else f"none above {bound}"
+    print(f"{len(rows_1)} steps; largest difference: {largest:.1e}; {verdict}")
+    return not above
 
 
 def main():
@@ -132,7 +116,7 @@ def main():
         rows_1 = read_metrics(given.run_1)
         rows_2 = read_metrics(given.run_2)
         within = compare(rows_1, rows_2, given.first, given.bound)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
     sys.exit(0 if within else 1)
 

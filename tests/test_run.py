@@ -339,19 +339,23 @@ def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, e
 
 
 NOT_COMPARED = [
-    (ONE[:0], ONE[:0], 20, "no steps to compare"),
-    (ONE, ONE[:9], 20, "one run has only 9 steps: --first 9"),
-    (ONE[:9], ONE, 20, "one run has only 9 steps: --first 9"),
-    (ONE, [dict(ONE[0], grad_norm=None)], 1, "no loss or norm"),
-    (ONE, [dict(ONE[0], loss=math.nan)], 1, "not finite"),
+    (ONE[:0], ONE[:0], "cannot compare 0 steps with 0"),
+    (ONE, ONE[:9], "cannot compare 20 steps with 9: change --first"),
+    (ONE[:9], ONE, "cannot compare 9 steps with 20"),
 ]
 
 
-@cases("reference, rows, first, text", NOT_COMPARED)
-def test_compare_refuses_what_it_cannot_judge(reference, rows, first, text):
-    """Steps that one of the runs lacks, whichever it is, and numbers that are missing."""
+@cases("reference, rows, text", NOT_COMPARED)
+def test_compare_refuses_what_it_cannot_judge(reference, rows, text):
+    """Steps that one of the runs lacks, whichever it is."""
     with pytest.raises(ValueError, match=text):
-        compare.compare(reference, rows, first, 1e-3)
+        compare.compare(reference, rows, 20, 1e-3)
+
+
+def test_compare_finds_a_number_that_is_not_finite(capsys):
+    """nan is above every bound."""
+    close(compare.compare(ONE, [dict(ONE[0], loss=math.nan)], 1, 1e-3), False, "within the bound")
+    assert "first above 0.001 in step 1" in capsys.readouterr().out
 
 
 def test_compare_names_flags_that_differ(tmp_path):
