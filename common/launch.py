@@ -105,7 +105,7 @@ def compare_launches():
 
     - the script's name and its flags, as text and in the same order
     - the versions of torch, and of NumPy, which draws the order of the data
-    - the source files of this project that are loaded
+    - the source files of this project, loaded or not
     - the instruction set of the CPU, on which the last bits of initial weights depend
     """
     ranks = Ranks()
@@ -115,28 +115,16 @@ def compare_launches():
         f"{torch.__version__}, {np.__version__}", "the versions of torch or NumPy differ"
     )
     digest = hashlib.sha256()
-    for path in own_sources():
-        digest.update(path.read_bytes())
+    root = Path(__file__).resolve().parents[1]
+    for pattern in ("*.py", "common/*.py", "extras/**/*.py"):
+        for path in sorted(root.glob(pattern)):
+            digest.update(path.read_bytes())
     ranks.require_same(digest.hexdigest()[:8], "the source files differ")
     ranks.require_same(
         torch.backends.cpu.get_cpu_capability(),
         "the CPUs' instructions differ, and so would initial weights: "
         "set ATEN_CPU_CAPABILITY=default on all nodes",
     )
-
-
-def own_sources() -> list[Path]:
-    """The source files of this project that are loaded, sorted."""
-    root = Path(__file__).resolve().parents[1]
-    found = set()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        # "site-packages": a virtual environment may lie inside the project
-        if file is not None and "site-packages" not in file:
-            path = Path(file).resolve()  # the script may be a symbolic link
-            if path.is_relative_to(root) and path.is_file():
-                found.add(path)
-    return sorted(found)
 
 
 # --- The environment of a launch ------------------------------------------------------------------
