@@ -58,7 +58,7 @@ from common.report import (
 )
 from common.resume import check_flags, choose_checkpoint
 from common.storage import save_checkpoint
-from common.watch import Signals, time_limit
+from common.watch import noting_signals, time_limit
 
 
 @dataclasses.dataclass
@@ -141,15 +141,15 @@ class Run:
         tracing = nullcontext() if profiler is None else profiler
         # However the loop ends, `with` closes the bar and the trace, and restores the handlers of
         # signals. (If the caller's body raises, Python closes this generator, and so leaves `with`)
-        with self.bar, tracing, Signals() as signals:
+        with self.bar, tracing, noting_signals() as signals:
             self.timed_since = time.perf_counter()
             stopping = False
             for step in range(done, self.config.steps):
                 with time_limit(self.config.timeout, self.out):
                     yield step
-                    # A signal has only set `signals.first`: if one rank has received it, all end
-                    # after this step. The limit includes this, because another rank may hang
-                    stopping = any(self.ranks.all_gather(signals.first is not None))
+                    # A signal has only been noted: if one rank has received it, all end after this
+                    # step. The limit includes this line, because another rank may hang
+                    stopping = any(self.ranks.all_gather(bool(signals)))
                 self.write_what_is_due(step + 1, stopping, profiler)
                 if stopping:
                     break

@@ -1,13 +1,12 @@
-"""How a run ends early. `Signals`: a signal ends it after the current step. `time_limit`: if a step
-takes longer than --timeout, the process ends at once.
+"""How a run ends early. `noting_signals`: a signal ends it after the current step. `time_limit`: if
+a step takes longer than --timeout, the process ends at once.
 
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks finish the step, save
 a checkpoint, and exit with status 0.
 
     sent to a rank               what happens
     the first signal             all ranks save, and end
-    a Ctrl-C after it            the rank ends without saving, as soon as it no longer waits in a
-                                 collective
+    a Ctrl-C after it            the rank ends at once, without saving
     SIGTERM after Ctrl-C         the same (torchrun sends it for a second Ctrl-C)
     any other later signal       nothing
 
@@ -47,40 +46,33 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch systems send the others
 
 
-class Signals:
-    """A context in which the first Ctrl-C, SIGTERM or SIGUSR1 is only noted, so that the run can
-    save.
+@contextmanager
+def noting_signals() -> Iterator[list[int]]:
+    """A context in which Ctrl-C, SIGTERM and SIGUSR1 are only noted, in the list that it yields, so
+    that the run can save.
+
+    Python runs a handler only between its own instructions. So while a rank waits in a collective,
+    which is C++ code, the first signal waits, too. A second Ctrl-C has no handler: it ends the
+    process at once.
+
+    Without an earlier Ctrl-C, SIGTERM never ends a rank: torchrun sends it when a hang has ended
+    another rank, and this one must live on to print its own stacks.
     """
+    noted: list[int] = []
 
-    def __init__(self):
-        self.first: int | None = None  # number of the first signal
-        self.old_handlers: dict = {}
+    def note(number: int, frame: Any):
+        noted.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's for a second Ctrl-C
 
-    def __enter__(self) -> "Signals":
-        for number in SIGNALS:  # `signal` returns the handler that it replaces
-            self.old_handlers[number] = signal.signal(number, self.handle)
-        return self
-
-    def __exit__(self, *error: Any):
-        for number, handler in self.old_handlers.items():
+    # `signal` returns the handler that it replaces
+    before = [signal.signal(number, note) for number in SIGNALS]
+    try:
+        yield noted
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
-
-    def handle(self, number: int, frame: Any):
-        """Note the first signal, or act on a later one, as the first table above says.
-
-        Without an earlier Ctrl-C, SIGTERM never ends a rank at once: torchrun sends it when a hang
-        has ended another rank, and this one must live on to print its own stacks.
-
-        Python runs a handler only between its own instructions. So while a rank waits in a
-        collective, which is C++ code, a signal waits, too.
-        """
-        if self.first is None:
-            self.first = number
-            return
-        term_after_ctrl_c = number == signal.SIGTERM and self.first == signal.SIGINT
-        if number == signal.SIGINT or term_after_ctrl_c:
-            # 128 + SIGINT, as shells do. A normal exit could wait for the other ranks
-            os._exit(130)
 
 
 @contextmanager
