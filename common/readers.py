@@ -139,8 +139,8 @@ def files_in(folder: str | Path, skipped: Collection[str] = ()) -> list[Path]:
     return paths
 
 
-def read_library(source: str) -> Reading:
-    """The source code of Python's standard library. `source` is not used."""
+def read_library() -> Reading:
+    """The source code of Python's standard library."""
     files = files_in(sysconfig.get_paths()["stdlib"], SKIPPED)
     paths = [path for path in files if path.suffix == ".py"]
     description = f"{len(paths):,} files of Python's standard library"
@@ -154,15 +154,15 @@ def document_texts(paths: list[Path], suffix: str) -> Iterator[str]:
         yield from refuse_damaged(texts_of(path), path)
 
 
-def read_files(source: str) -> Reading:
+def read_files(source: Path) -> Reading:
     """The texts of a file, or of all files of a folder. Raises UserError unless all are of one kind
     of FORMATS.
     """
-    paths = files_in(source) if Path(source).is_dir() else [Path(source)]
+    paths = files_in(source) if source.is_dir() else [source]
     examples = {suffix_of(path): str(path) for path in paths}  # one file of each suffix
     if len(examples) != 1 or not examples.keys() <= FORMATS.keys():
         raise UserError(
-            f"--dataset {source}: its files must all be of the same kind, one of "
+            f"--dataset {source}: use a .bin file, or files of the same kind, one of "
             f"{', '.join(FORMATS)}; it has {', '.join(examples.values()) or 'no file'}"
         )
     (suffix,) = examples
@@ -211,44 +211,20 @@ def read_bin(source: str) -> Reading:
     return f"{tokens.dtype} ids of {source}", tokens
 
 
-def kind_of(source: str) -> str:
-    """The key in READERS for a value of `--dataset`. Raises UserError if there is none.
+def read_source(source: str) -> Reading:
+    """What the value of --dataset names. Raises UserError if there is no such thing.
 
     A path that exists must be a folder or a file of a known kind. Another value with the form of a
     hub name is looked up there, unless it ends in one of SUFFIXES. So a mistyped file name such as
     "trian.jsonl" is an error.
     """
     if not source:
-        return ""
+        return read_library()
     path = Path(source)
-    suffix = suffix_of(path)
-    if path.is_dir():
-        return "folder"
-    if path.exists():
-        if not suffix:
-            raise UserError(
-                f"--dataset {source}: this kind of file cannot be read: use a folder, or a file "
-                f"that ends in {', '.join(SUFFIXES)}"
-            )
-        return suffix
-    if suffix or not HUB_NAME.fullmatch(source):
-        raise UserError(f"--dataset {source}: no such file")
-    return "hub"
-
-
-# The reader of each kind of --dataset (`kind_of` finds the kind)
-READERS: dict[str, Callable[[str], Reading]] = {
-    "": read_library,  # no --dataset
-    ".txt": read_files,
-    ".jsonl": read_files,
-    ".jsonl.gz": read_files,
-    ".parquet": read_files,
-    "folder": read_files,
-    ".bin": read_bin,
-    "hub": read_hub,
-}
-
-
-def read_source(source: str) -> Reading:
-    """What the value of --dataset names. Raises UserError if there is no such thing."""
-    return READERS[kind_of(source)](source)
+    if not path.exists():
+        if suffix_of(path) or not HUB_NAME.fullmatch(source):
+            raise UserError(f"--dataset {source}: no such file")
+        return read_hub(source)
+    if path.is_file() and suffix_of(path) == ".bin":
+        return read_bin(source)
+    return read_files(path)

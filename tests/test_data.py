@@ -28,7 +28,7 @@ TOKENS = [END if byte == 0 else byte for text in TEXTS for byte in text.encode()
 def opened(source: str | Path, seq_len: int = 8, vocab_size: int = 257, seed: int = 0) -> Data:
     """The data of a run whose batches have three sequences."""
     shape = ModelConfig(8, 1, 1, 1, 8, vocab_size=vocab_size, seq_len=seq_len)
-    with mock.patch.dict(readers.READERS, hub=readers.read_hub):  # other tests replace this reader
+    with mock.patch.object(data, "read_source", readers.read_source):  # other tests replace it
         return Data(str(source), shape, 3, seed)
 
 
@@ -180,7 +180,7 @@ def test_token_ids_are_mapped_into_memory(tmp_path, dtype):
 GOOD = lines(*(dict(text=f"a text with the number {i}") for i in range(9)))
 FILES = [  # name, content, a part of the error
     ("wide.txt", "a text in UTF-16".encode("utf-16"), "convert it to UTF-8"),
-    ("table.csv", b"text\nhello\n", "this kind of file cannot be read"),
+    ("table.csv", b"text\nhello\n", "use a .bin file, or files of the same kind"),
     ("half.jsonl", GOOD[:-9], "near document 9: Unterminated string"),
     ("words.jsonl", b"a plain text", "near document 1: Expecting value"),
     ("column.jsonl", lines(dict(body="hello")), "a document needs a string `text`, not None"),
@@ -217,7 +217,7 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path, names):
     for name in names.split():
         (tmp_path / name).write_text('{"text": "text"}' * 9)
     message = refused(tmp_path)
-    assert "must all be of the same kind, one of .txt, .jsonl, .jsonl.gz, .par" in message
+    assert "files of the same kind, one of .txt, .jsonl, .jsonl.gz, .par" in message
     assert all(name in message for name in names.split() or ["no file"])
 
 
