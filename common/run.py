@@ -102,10 +102,10 @@ class Run:
         self.flags = dataclasses.asdict(config) | {"ranks": self.world}
         # A row for each step, also for those before --resume. Rank 0's are in metrics.jsonl
         self.history: list[dict] = []
-        self.timed_since = 0.0  # the time at which the next row's seconds begin
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
-        # Declared here, set by `set_up`. (`steps` sets model, optimizer, data, mesh and others)
+        # Declared here, set by `set_up`. (`steps` sets model, optimizer, data, mesh and others, and
+        # step_began, the time)
         self.ranks: Ranks
         self.meter: Meter
         self.bar: tqdm
@@ -142,9 +142,9 @@ class Run:
         # However the loop ends, `with` closes the bar and the trace, and restores the handlers of
         # signals. (If the caller's body raises, Python closes this generator, and so leaves `with`)
         with self.bar, tracing, noting_signals() as signals:
-            self.timed_since = time.perf_counter()
             stopping = False
             for step in range(done, self.config.steps):
+                self.step_began = time.perf_counter()
                 with time_limit(self.config.timeout, self.out):
                     yield step
                     # A signal has only been noted: if one rank has received it, all end after this
@@ -180,14 +180,12 @@ class Run:
         """Record a step: its `tokens`, of all ranks, and numbers by name, among them `loss`. Rank 0
         writes it.
 
-        A step's seconds run from the last `record`, or from the start of the steps, to this one,
-        without the time for saving and for writing a trace. On a GPU they include the update,
+        A step's seconds run from the `yield` of its number to this call: the time for saving and
+        for writing a trace, between two steps, does not count. On a GPU they include the update,
         because the `loss.item()` in this call's arguments waits until the GPU has done all that was
         launched before.
         """
-        now = time.perf_counter()
-        seconds = now - self.timed_since
-        self.timed_since = now
+        seconds = time.perf_counter() - self.step_began
         rate = tokens / seconds
         row = dict(step=step + 1, **numbers, tokens=tokens, tokens_per_second=rate, seconds=seconds)
         row |= self.meter.measure(rate)
@@ -269,15 +267,12 @@ class Run:
 
     def write_what_is_due(self, done: int, stopping: bool, profiler: Any):
         """Write the trace and a checkpoint after `done` steps, if they are due."""
-        pause_began = time.perf_counter()
         if profiler is not None:
             profiler.step()  # after the last step of the trace, this writes it
         every = self.config.save_every
         due = every > 0 and (done % every == 0 or done == self.config.steps)
         if stopping or due:
             self.save(done)
-        # Do not count this pause in the next row's seconds
-        self.timed_since += time.perf_counter() - pause_began
 
     def save(self, done: int):
         """Save a checkpoint. All ranks call this. Raises UserError if one of them cannot write."""
