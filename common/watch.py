@@ -52,8 +52,8 @@ def noting_signals() -> Iterator[list[int]]:
     that the run can save.
 
     Python runs a handler only between its own instructions. So while a rank waits in a collective,
-    which is C++ code, the first signal waits, too. A second Ctrl-C has no handler: it ends the
-    process at once.
+    which is C++ code, a signal waits, too. When the first has been noted, Ctrl-C has no handler any
+    more: a second one ends the process at once.
 
     Without an earlier Ctrl-C, SIGTERM never ends a rank: torchrun sends it when a hang has ended
     another rank, and this one must live on to print its own stacks.
