@@ -68,14 +68,12 @@ SECOND = [
 @cases("numbers, ends", SECOND)
 def test_ctrl_c_after_a_signal_ends_the_process(numbers, ends):
     """The first signal is only noted; a second one that is a Ctrl-C has the default handler, which
-    ends the process. Afterwards the handlers are the old ones.
+    ends the process.
     """
-    before = signal.getsignal(signal.SIGINT)
     with noting_signals() as signals:
         signal.raise_signal(numbers[0])
         close(signal.getsignal(numbers[1]) == signal.SIG_DFL, ends, "the default handler")
     close(signals, numbers[:1], "the signals that are noted")
-    close(signal.getsignal(signal.SIGINT), before, "the handler afterwards")
 
 
 SCRIPT = """
@@ -147,8 +145,7 @@ def test_if_the_run_directory_is_renamed_one_line_names_the_file(tmp_path, capsy
     with pytest.raises(OSError) as caught:
         run_of(STEP1, dict(out=f"{tmp_path}/a"), Moved)
     close(print_error(caught.value), 2, "status")
-    text = f"error: [Errno 2] No such file or directory: '{tmp_path}/a/metrics.jsonl'\n"
-    assert capsys.readouterr().err.endswith(text)
+    assert capsys.readouterr().err.endswith(f"directory: '{tmp_path}/a/metrics.jsonl'\n")
 
 
 # --- What ranks must have in common
@@ -339,18 +336,11 @@ def test_compare_names_the_first_step_that_differs(capsys, first, bound, text, e
     assert text in out, out
 
 
-NOT_COMPARED = [
-    (ONE[:0], ONE[:0], "cannot compare 0 steps with 0"),
-    (ONE, ONE[:9], "cannot compare 20 steps with 9: change --first"),
-    (ONE[:9], ONE, "cannot compare 9 steps with 20"),
-]
-
-
-@cases("reference, rows, text", NOT_COMPARED)
-def test_compare_refuses_what_it_cannot_judge(reference, rows, text):
+@cases("n_1, n_2, text", [(0, 0, "0 steps with 0"), (40, 9, "20 .* 9"), (9, 40, "9 .* 20")])
+def test_compare_refuses_what_it_cannot_judge(n_1, n_2, text):
     """Steps that one of the runs lacks, whichever it is."""
-    with pytest.raises(ValueError, match=text):
-        compare.compare(reference, rows, 20, 1e-3)
+    with pytest.raises(ValueError, match=f"cannot compare {text}: change --first"):
+        compare.compare(ONE[:n_1], ONE[:n_2], 20, 1e-3)
 
 
 def test_compare_finds_a_number_that_is_not_finite(capsys):
