@@ -105,7 +105,7 @@ def compare_launches():
 
     - the script's name and its flags, as text and in the same order
     - the versions of torch, and of NumPy, which draws the order of the data
-    - the source files of this project, loaded or not
+    - the source files of the course, in the root and in common/
     - the instruction set of the CPU, on which the last bits of initial weights depend
     """
     ranks = Ranks()
@@ -116,9 +116,8 @@ def compare_launches():
     )
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
-    for pattern in ("*.py", "*/*.py", "*/*/*.py"):  # no deeper: a virtual environment may lie there
-        for path in sorted(root.glob(pattern)):
-            digest.update(path.read_bytes())
+    for path in sorted([*root.glob("*.py"), *root.glob("common/*.py")]):
+        digest.update(path.read_bytes())
     ranks.require_same(digest.hexdigest()[:8], "the source files differ")
     ranks.require_same(
         torch.backends.cpu.get_cpu_capability(),
