@@ -289,18 +289,13 @@ def learning_rate(step: int, config: Config) -> float:
     return lowest + (config.lr - lowest) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def clip_coefficient(norm: float, limit: float) -> float:
-    """The factor that brings the gradient's norm down to `limit`. `limit` 0: no clipping."""
-    if limit == 0 or norm <= limit:
-        return 1.0
-    return limit / norm
-
-
-def scale(gradients: dict[str, Tensor], factor: float):
-    """Multiply gradients in place."""
-    if factor != 1.0:
+def clip(gradients: dict[str, Tensor], norm: float, limit: float):
+    """If the norm of all gradients together exceeds `limit`, multiply them, in place, by the factor
+    that brings it down to `limit`. `limit` 0: no clipping.
+    """
+    if limit > 0 and norm > limit:
         for gradient in gradients.values():
-            gradient.mul_(factor)
+            gradient.mul_(limit / norm)
 
 
 def train(config: Config, run: Run):
@@ -332,7 +327,7 @@ def train(config: Config, run: Run):
 
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)  # nan would spoil all weights
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

@@ -93,9 +93,8 @@ from common.run import Run
 from common.shapes import model_shape
 from step01_single_gpu import (
     Optimizer,
-    clip_coefficient,
+    clip,
     learning_rate,
-    scale,
     set_up_layers,
 )
 
@@ -320,7 +319,7 @@ def train(config: Config, run: Run):
         # All ranks have the same gradients now, and so the same norm
         norm = nn.utils.get_total_norm(optimizer.gradients().values()).item()
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

@@ -128,9 +128,8 @@ from common.shapes import model_shape
 from step01_single_gpu import (
     OPTIMIZERS,
     Optimizer,
-    clip_coefficient,
+    clip,
     learning_rate,
-    scale,
     set_up_layers,
     update,
 )
@@ -616,7 +615,7 @@ def train(config: Config, run: Run):
         # new: with ZeRO a rank has only its shard of the gradient, so squares are summed over ranks
         norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

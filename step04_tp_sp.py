@@ -169,7 +169,7 @@ from common.layout import Shard, global_norm, note_record, record_of
 from common.model import IGNORE, Decoder, ModelConfig, wide
 from common.run import Run
 from common.shapes import model_shape
-from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
+from step01_single_gpu import clip, learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import ZERO, make_weights_and_optimizer
 
@@ -537,7 +537,7 @@ def train(config: Config, run: Run):
 
         norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

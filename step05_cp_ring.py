@@ -143,7 +143,7 @@ from common.layout import global_norm, note_record
 from common.model import IGNORE, Decoder, wide
 from common.run import Run
 from common.shapes import model_shape
-from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
+from step01_single_gpu import clip, learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
@@ -491,7 +491,7 @@ def train(config: Config, run: Run):
 
         norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         run.require_finite(step, loss=loss.item(), grad_norm=norm)
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

@@ -44,9 +44,8 @@ from common.shapes import model_shape
 from extras.state import StatefulRun
 from step01_single_gpu import (
     Optimizer,
-    clip_coefficient,
+    clip,
     learning_rate,
-    scale,
     set_up_layers,
 )
 from step02_ddp import join_ranks
@@ -136,7 +135,7 @@ def train(config: Config, run: Run):
         norms = run.ranks.all_gather(norm)  # new: each rank of dp has its own
         mean_norm = sum(norms) / len(norms)  # new
         run.require_finite(step, loss=loss.item(), grad_norm=mean_norm)  # new
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()

@@ -38,7 +38,7 @@ from common.model import IGNORE, Decoder
 from common.run import Run
 from common.shapes import model_shape
 from extras.state import StatefulRun
-from step01_single_gpu import clip_coefficient, learning_rate, scale, set_up_layers
+from step01_single_gpu import clip, learning_rate, set_up_layers
 from step02_ddp import join_ranks
 from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
@@ -120,11 +120,12 @@ def train(config: Config, run: Run):
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # all but the last stage have 0
 
-        scale(optimizer.gradients(), 1 / factor)  # new
+        for gradient in optimizer.gradients().values():  # new
+            gradient.mul_(1 / factor)  # new
         norm = global_norm(model, optimizer.gradients(), mesh, zero=config.zero != "0")
         finite = loss_scale.update(norm)  # new
         run.require_finite(step, loss=loss.item())  # new: the norm may be inf
-        scale(optimizer.gradients(), clip_coefficient(norm, config.grad_clip))
+        clip(optimizer.gradients(), norm, config.grad_clip)
         lr = learning_rate(step, config)
         if finite:  # new: else nothing is updated
             optimizer.step(lr)  # new
