@@ -150,7 +150,6 @@ tests/test_step04.py::test_f fails, and the losses leave step 1's after the firs
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -470,24 +469,19 @@ def shard_tensors(model: Decoder, mesh: Mesh, sp: bool):
 
 
 def sum_partial_gradients(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh):
-    """Sum gradients that are partial, in place, over the group that their record names, by one
-    all-reduce for each group: here tp is the only one. Call it after `sync.finish`.
+    """Sum gradients that are partial, in place, over the group that their record names: here tp is
+    the only one. Call it after `sync.finish`.
 
     Under ZeRO, `gradients` has only this rank's part of each. All ranks of a tp group have the same
     rank in dp, and their units have equal sizes, so their parts are the same elements of the norms.
     """
-    params = dict(model.named_parameters())
-    terms_of = defaultdict(list)  # the name of a group -> gradients
+    sums = []
     for name, gradient in gradients.items():
-        over = record_of(params[name]).partial_over
-        if over is not None and mesh[over].size > 1:
-            terms_of[over].append(gradient)
-    for over, terms in terms_of.items():
-        flat = torch.cat([term.flatten() for term in terms])
-        all_reduce(flat, mesh[over]).wait()
-        sums = flat.split([term.numel() for term in terms])
-        for term, total in zip(terms, sums, strict=True):
-            term.copy_(total.view_as(term))
+        over = record_of(model.get_parameter(name)).partial_over
+        if over is not None:
+            sums.append(all_reduce(gradient, mesh[over]))
+    for pending in sums:
+        pending.wait()
 
 
 @dataclass
