@@ -118,7 +118,7 @@ from common.data import Data
 from common.device import choose_device
 from common.flags import AT_LEAST_2, flag
 from common.launch import main
-from common.layout import global_norm, note_record, record_of
+from common.layout import global_norm, note_record
 from common.model import IGNORE, Decoder, rope_tables, wide
 from common.run import Run
 from common.schedules import (
@@ -228,7 +228,7 @@ class Pipeline:
         self.sp_ranks = config.tp if config.sp else 1  # ranks of tp that divide the tokens of x
         layers = layers_of_stage(self.group.rank, self.group.size, model.config.n_layers)
         self.stage = Stage(model, layers, positions, self.group.rank)
-        keep_layers(model, set(layers))
+        keep_layers(model, set(layers), mesh)
         first_contact(self.group, positions.device)
 
     def step(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor) -> Tensor:
@@ -372,16 +372,14 @@ def dtype_of(model: Decoder) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-# The name of the embedding's weight; in a tied model the head has the same parameter
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def keep_layers(model: Decoder, kept: set[int]):
+def keep_layers(model: Decoder, kept: set[int], mesh: Mesh):
     """Keep the layers with these numbers, under their names in the whole model, and delete others.
 
     A rank with layer 0 also keeps the embedding, a rank with the last layer the final norm and the
     head. Elsewhere these become None. If layer 0 and the last one are on two ranks, both keep a
-    tied embedding, whose record says stage_copies=2.
+    tied embedding, and each has a term of its gradient: step 4's `sum_partial_gradients` sums these
+    over the group "ends", the first and the last rank of pp. (Under ZeRO both have the same
+    elements: the matrix is a unit of its own.)
     """
     trunk = model.model
     n_layers = model.config.n_layers
@@ -391,31 +389,16 @@ def keep_layers(model: Decoder, kept: set[int]):
     for layer in range(n_layers):
         if layer not in kept:
             del trunk.layers[str(layer)]
-    # If the other end is on another rank, global_norm must count a tied matrix once
-    if tied and has_first != has_last:
-        note_record(trunk.embed_tokens.weight, stage_copies=2)
+    if tied and mesh["pp"].size > 1:
+        mesh.add_groups("ends", mesh.rows("pp")[:, [0, -1]])  # all ranks call this
+        if has_first != has_last:
+            note_record(trunk.embed_tokens.weight, partial_over="ends")
     needs_embedding = has_first or (tied and has_last)
     if not needs_embedding:
         trunk.embed_tokens = None
     if not has_last:
         trunk.norm = None
         model.lm_head = None
-
-
-def sum_tied(model: Decoder, gradients: dict[str, Tensor], group: Group):
-    """Sum a tied matrix's gradient in place: if the first rank and the last hold it, these exchange
-    their terms. a + b and b + a have the same bits, so the two copies stay equal.
-
-    Under ZeRO each has a shard, with the same elements: the matrix is a unit of its own (step 3).
-    """
-    # This rank does not have the matrix, or it has the only one
-    if EMBEDDING not in gradients or record_of(model.get_parameter(EMBEDDING)).stage_copies == 1:
-        return
-    other_end = group.size - 1 - group.rank
-    other_term = torch.empty_like(gradients[EMBEDDING])
-    if other_term.numel():  # under ZeRO a shard may be empty
-        exchange([(gradients[EMBEDDING], other_end)], [(other_term, other_end)], group).wait()
-    gradients[EMBEDDING].add_(other_term)
 
 
 # --schedule -> (config, model, mesh, positions) -> pipeline. The second part adds "interleaved"
@@ -463,8 +446,8 @@ def train(config: Config, run: Run):
         sync.begin(len(xs))
         loss = pipeline.step(xs, ys, n_targets)  # new: forward and backward of all micro-batches
         sync.finish()  # now each gradient is the sum over dp and cp
+        # Over tp, and over the two stages that hold a tied matrix
         sum_partial_gradients(model, optimizer.gradients(), mesh)
-        sum_tied(model, optimizer.gradients(), mesh["pp"])  # new
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # new: it is 0 on all but the last stage
 
@@ -563,7 +546,7 @@ class ListPipeline:
         kept: set[int] = set()
         for stage in self.stages.values():
             kept.update(stage.layers)
-        keep_layers(model, kept)
+        keep_layers(model, kept, mesh)
         first_contact(self.group, positions.device)
 
     def step(self, tokens: list[Tensor], targets: list[Tensor], n_targets: Tensor) -> Tensor:

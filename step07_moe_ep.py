@@ -155,7 +155,7 @@ from step02_ddp import join_ranks
 from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_param, shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
-from step06_pipeline import SCHEDULES, sum_tied
+from step06_pipeline import SCHEDULES
 
 # Shapes in names: x_TD is [T, D].
 #     T   this rank's tokens of a micro-batch    E   experts
@@ -580,10 +580,8 @@ def train(config: Config, run: Run):
         # This runs forward and backward of all micro-batches
         loss = pipeline.step(xs, ys, n_targets)
         sync.finish()  # now gradients of experts are summed over expert_data, others over data
-        # Over tp this sums the gradients of norms (SP) and of routers
+        # Over tp this sums the gradients of norms (SP) and of routers, over "ends" a tied matrix's
         sum_partial_gradients(model, optimizer.gradients(), mesh)
-        # Over pp this sums the gradients of a matrix that two stages hold
-        sum_tied(model, optimizer.gradients(), mesh["pp"])
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()
 

@@ -27,10 +27,9 @@ class ParamRecord:
     # Step 4: which shard this rank has; None if tp and ep do not cut the parameter
     shard: "Shard | None" = None
     # Step 4: a second group, over which `sum_partial_gradients` sums the gradient after `sync`:
-    # "tp" for a norm's weight. None for most parameters
+    # "tp" for a norm's weight; in step 6 "ends" for a tied matrix that the first and the last
+    # stage hold. None for most parameters
     partial_over: str | None = None
-    # Step 6: 2 for a tied matrix that the first and the last stage hold
-    stage_copies: int = 1
 
 
 def record_of(param: Tensor) -> ParamRecord:
@@ -84,9 +83,10 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
         copies //= mesh[record.data_group].size
     if record.shard is not None:  # step 4: each rank of this group has a different shard
         copies //= mesh[record.shard.over].size
-    if "pp" in mesh.groups:  # step 6: only one stage has it, or two, if it is tied
+    if "pp" in mesh.groups:  # step 6: only one stage has it
         copies //= mesh["pp"].size
-        copies *= record.stage_copies
+        if record.partial_over == "ends":  # two stages have it
+            copies *= 2
     return copies
 
 

@@ -56,7 +56,6 @@ def param_rows_of(model: nn.Module, mesh: Mesh) -> dict[str, ParamRow]:
 
         shard                       how the parameter was cut: "sharded"
         data_group, partial_over    over which ranks its gradient is summed: "summed"
-        stage_copies                whether two stages hold it, and sum its gradient: "summed"
     """
     rows = {}
     for name, param in model.named_parameters():
@@ -69,8 +68,6 @@ def param_rows_of(model: nn.Module, mesh: Mesh) -> dict[str, ParamRow]:
         if record.partial_over is not None:
             groups.append(mesh[record.partial_over])
         summed = [f"{group.name} {group.size}" for group in groups if group.size > 1]
-        if record.stage_copies > 1:
-            summed.append("first and last stage")
         whole = tuple(full_shape(param))
         shape = tuple(param.shape)
         rows[name] = ParamRow(whole, shape, param.nbytes, sharded, ", ".join(summed))

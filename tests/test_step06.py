@@ -19,9 +19,10 @@ import step06_pipeline as step
 from common import UserError, schedules
 from common.comm import Mesh
 from common.initial import materialize
-from common.layout import note_record, record_of
+from common.layout import record_of
 from common.model import IGNORE, Decoder
 from common.schedules import COSTS, Action, add_messages, round_robin, simulate
+from step04_tp_sp import sum_partial_gradients
 from tests.equal import alive, close, close_gradients, decoder, draw, equals_step1
 from tests.tape import Tape
 
@@ -166,7 +167,9 @@ KEPT = [
 def test_keep_layers(tied, layers, others, copies):
     """A rank keeps its layers, with layer 0 the embedding, and with the last one the head."""
     kept = {int(layer) for layer in layers}
-    model = decoder(partial(step.keep_layers, kept=kept), tied=tied, n_layers=5)
+    mesh = mock.MagicMock()
+    mesh["pp"].size = 3
+    model = decoder(partial(step.keep_layers, kept=kept, mesh=mesh), tied=tied, n_layers=5)
     close("".join(model.model.layers), layers, "layers")
     found = {name for name, _ in model.named_parameters() if "layers" not in name}
     if tied:
@@ -175,26 +178,25 @@ def test_keep_layers(tied, layers, others, copies):
     close(model.lm_head is None, "4" not in layers, "the rank has no head")
     if tied and copies:
         record = record_of(model.get_parameter(TIED))
-        close(record.stage_copies, copies, "copies of the tied matrix")
+        close(record.partial_over, "ends" if copies == 2 else None, "the gradient is partial over")
 
 
 @ranks(3)
 @task("keep", 3)
-@cases("rows, sent", [(5, [160]), (0, [])])  # 160: 5 x 4 numbers of fp64
-def test_sum_tied(rows, sent):
-    """The first rank and the last add up a tied matrix's gradients; an empty shard is not sent."""
-    group = Mesh(pp=3)["pp"]
+@cases("rows, sent", [(5, 160), (0, 0)])  # 160: 5 x 4 numbers of fp64
+def test_a_tied_matrix_is_summed_over_the_ends(rows, sent):
+    """The first rank and the last add up a tied matrix's gradients; a shard may be empty."""
+    mesh = Mesh(pp=3)
+    kept = [{0, 1}, {2}, {3, 4}][mesh.rank]
+    model = decoder(partial(step.keep_layers, kept=kept, mesh=mesh), tied=True, n_layers=5)
     terms = [draw("embedding", rank, rows, 4) for rank in range(3)]
     # Rank 1, the middle stage, does not hold the matrix
-    gradients = {} if group.rank == 1 else {TIED: terms[group.rank].clone()}
-    model = decoder(tied=True)
-    note_record(model.get_parameter(TIED), stage_copies=2)
+    gradients = {} if mesh.rank == 1 else {TIED: terms[mesh.rank].clone()}
     with Tape() as tape:
-        step.sum_tied(model, gradients, group)
+        sum_partial_gradients(model, gradients, mesh)
     for gradient in gradients.values():
         close(gradient, terms[0] + terms[2], "the gradient", 2)
-    messages = [nbytes for name, nbytes in tape.started if name == "send"]
-    close(messages, sent if gradients else [], "bytes sent")
+    close(tape.sent, sent if gradients else 0, "bytes sent")
     close(tape.left, [], "messages that were never waited for")
 
 

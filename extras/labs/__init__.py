@@ -77,7 +77,7 @@ TASKS: dict[int, dict[str, str]] = {
         "messages": "Pipeline.send_receive AllForwardAllBackward.execute "
         "OneForwardOneBackward.execute",
         "programs": "common.schedules:add_messages ListPipeline.execute",
-        "keep": "keep_layers sum_tied",
+        "keep": "keep_layers",
         "loop": "",
     },
     7: {

@@ -43,7 +43,7 @@ from step02_ddp import join_ranks
 from step03_zero import make_weights_and_optimizer
 from step04_tp_sp import shard_tensors, sum_partial_gradients
 from step05_cp_ring import own_tokens, shard_context
-from step06_pipeline import SCHEDULES, sum_tied
+from step06_pipeline import SCHEDULES
 
 DTYPES["fp16"] = torch.float16
 
@@ -116,7 +116,6 @@ def train(config: Config, run: Run):
         loss = pipeline.step(xs, ys, n_targets / factor) / factor  # new
         sync.finish()  # sums over ranks
         sum_partial_gradients(model, optimizer.gradients(), mesh)
-        sum_tied(model, optimizer.gradients(), mesh["pp"])
         all_reduce(loss, mesh["data"]).wait()
         all_reduce(loss, mesh["pp"]).wait()  # all but the last stage have 0
 

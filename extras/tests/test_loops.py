@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import step02_ddp as step02
 import step06_pipeline as step06
 from common import UserError
-from common.comm import Group, Mesh
+from common.comm import Mesh
 from common.model import PRESETS, ModelConfig
 from extras.loops import diloco, fp16, pipedream
 from step01_single_gpu import Optimizer
@@ -89,14 +89,14 @@ def overflow_on_last_rank(flags: dict[str, Any]) -> tuple[list[float], int]:
     config = fp16.Config(model="test", **BASE | flags)
     calls = []
 
-    def spoil(model: nn.Module, gradients: dict[str, Tensor], group: Group):
-        calls.append(group)
+    def spoil(model: nn.Module, gradients: dict[str, Tensor], mesh: Mesh):
+        calls.append(mesh)
         if len(calls) == 2 and torch.distributed.get_rank() == 1:
             part = next(gradient for gradient in gradients.values() if gradient.numel())
             part.view(-1)[0] = torch.inf
 
     run = Watch(config)
-    with mock.patch.object(fp16, "sum_tied", spoil):
+    with mock.patch.object(fp16, "sum_partial_gradients", spoil):
         fp16.train(config, run)
     (state, *_) = run.optimizer.torch_optimizer.state.values()
     return [row["loss_scale"] for row in run.history], int(state["step"])
