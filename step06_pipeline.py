@@ -390,7 +390,8 @@ def keep_layers(model: Decoder, kept: set[int], mesh: Mesh):
         if layer not in kept:
             del trunk.layers[str(layer)]
     if tied and mesh["pp"].size > 1:
-        mesh.add_groups("ends", mesh.rows("pp")[:, [0, -1]])  # all ranks call this
+        # Of each row of ranks the first and the last. All ranks must take part in creating groups
+        mesh.add_groups("ends", mesh.rows("pp")[:, [0, -1]], queue="gradients")
         if has_first != has_last:
             note_record(trunk.embed_tokens.weight, partial_over="ends")
     needs_embedding = has_first or (tied and has_last)

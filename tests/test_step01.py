@@ -601,8 +601,7 @@ def train_watched(monkeypatch: pytest.MonkeyPatch, watch: Callable, **flags):
     compiled = []
     monkeypatch.setattr(step, "compile_model", compiled.append)
     run = WatchModel(step.Config(**BASE | flags, model="debug", compile=True))
-    with run:
-        step.train(run.config, run)
+    step.train(run.config, run)
     close(len(compiled), 1, "calls of compile_model")
 
 
