@@ -42,7 +42,8 @@ def trained(layout: dict) -> tuple:
         versions.append(len(stage.stash))
         return y
 
-    with Weights(config) as run, mock.patch.object(pipedream.StashingStage, "forward", counted):
+    run = Weights(config)
+    with mock.patch.object(pipedream.StashingStage, "forward", counted):
         pipedream.train(config, run)
     return run.history[0]["loss"], max(versions), run.weights
 
