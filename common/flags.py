@@ -22,7 +22,7 @@ for example, this one (here shortened) needs --sync bucket:
 If it is given with another --sync, the run ends:
 
     $ python step02_ddp.py --sync naive --bucket-mb 1
-    error: --bucket-mb has no effect with --sync naive: leave it out
+    error: --bucket-mb has no effect without --sync bucket: leave it out
 
 A need for a flag that this step lacks is ignored: --sync needs --zero 0, but step 2 has no --zero.
 """
@@ -118,6 +118,17 @@ def check_value(field: dataclasses.Field, value: Any):
         raise UserError(f"{written} is {value}: it must be at least {least}")
 
 
+def in_words(name: str, values: Collection) -> str:
+    """What `needs` asks of a flag, in words: {"tp": AT_LEAST_2} -> "--tp 2 or more", {"sp": [True]}
+    -> "--sp", {"zero": ["1", "2"]} -> "--zero 1 or 2".
+    """
+    if values is AT_LEAST_2:
+        return f"{spelled(name)} 2 or more"
+    if values == [True]:
+        return spelled(name)
+    return f"{spelled(name)} {' or '.join(values)}"
+
+
 def check_needs(field: dataclasses.Field, config: Any):
     """Raise UserError if this flag, which was given, does nothing with the values of the others."""
     written = spelled(field.name)
@@ -126,7 +137,8 @@ def check_needs(field: dataclasses.Field, config: Any):
     for other, values in field.metadata["needs"].items():
         value = getattr(config, other, None)
         if value is not None and value not in values:  # None: this step has no such flag
-            raise UserError(f"{written} has no effect with {spelled(other)} {value}: leave it out")
+            need = in_words(other, values)
+            raise UserError(f"{written} has no effect without {need}: leave it out")
 
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:

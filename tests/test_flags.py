@@ -62,9 +62,9 @@ REFUSED = [
     ("--lr=nan", "--lr is nan: it must be finite"),
     ("--lr=inf", "--lr is inf: it must be finite"),
     ("--optimizer=adam", "--optimizer adam: choose from adamw, sgd"),
-    ("--bucket-mb=2", "--bucket-mb has no effect with --optimizer adamw: leave it out"),
-    ("--no-sp", "--no-sp has no effect with --tp 1: leave it out"),
-    ("--tp=2 --no-sp --overlap", "--overlap has no effect with --sp False: leave it out"),
+    ("--bucket-mb=2", "--bucket-mb has no effect without --optimizer sgd: leave it out"),
+    ("--no-sp", "--no-sp has no effect without --tp 2 or more: leave it out"),
+    ("--tp=2 --no-sp --overlap", "--overlap has no effect without --sp: leave it out"),
 ]
 
 

@@ -433,9 +433,9 @@ def test_law_of_few_heads(kv_heads):
 ONE_HEAD = "--model debug,n_heads=1,n_kv_heads=1"
 REFUSED = [
     (STEP2, "--sync topk --topk-fraction 1.5", "--topk-fraction 1.5 must be above 0"),
-    (STEP2, "--topk-fraction 0.5", "--topk-fraction has no effect with --sync bucket"),
-    (STEP3, "--sync tree", "--sync has no effect with --zero 1"),
-    (STEP3, "--replicas 2", "--replicas has no effect with --zero 1"),
+    (STEP2, "--topk-fraction 0.5", "--topk-fraction has no effect without --sync topk"),
+    (STEP3, "--sync tree", "--sync has no effect without --zero 0"),
+    (STEP3, "--replicas 2", "--replicas has no effect without --zero 1+replicas or"),
     (STEP3, "--zero 2+replicas --replicas 3", "--replicas 3 must divide the 2 ranks of dp x cp"),
     (STEP3, "--optimizer adafactor", "--optimizer adafactor needs whole matrices: use --zero 0"),
     (STEP4, "--tp 2 --zero 0 --optimizer adafactor", "--optimizer adafactor needs whole"),
