@@ -12,8 +12,8 @@ Meanwhile, except in the last hop, it receives the next ones.
 
 IN ORDER (--cp-mode ordered). Each of n = 4 ranks has a quarter of the tokens, rank 0 the first. A
 cell below is the queries of one rank with the keys of one. `#`: all its pairs are needed, 8 units
-of work, as we count (so that the smallest cell of zigzag is 1). `+`: a query needs only its own key
-and earlier ones, about half of the pairs, 4 units. `.`: none.
+of work. (Below, a cell of zigzag is a quarter as large, 2 units or 1.) `+`: a query needs only its
+own key and earlier ones, about half of the pairs, 4 units. `.`: none.
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .      4 units
@@ -43,9 +43,9 @@ Rank 1, for example, works on these pairs (chunk of queries, chunk of keys):
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-In hop 0 our code computes all pairs of a rank's own tokens, and masks about half; in zigzag also
-(1,6), which no query needs. So hop 0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in zigzag
-each rank 8 + 3 x 4 = 20.
+In hop 0 our code computes all pairs of a rank's own tokens, and masks about half; in zigzag also,
+on rank 1, (1,6), which no query needs. So hop 0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in
+zigzag each rank 8 + 3 x 4 = 20.
 
 THE SOFTMAX of a query needs all keys that the query sees, but in one hop a rank uses only some of
 them, a *part*. For each part it computes the output o of attention to these keys alone, and their
@@ -53,6 +53,8 @@ lse = log sum exp(scores). Then it merges two parts, without approximation (onli
 and Gimelshein 2018; `merge` has an example):
 
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2)        lse = log(e^lse1 + e^lse2)
+
+`merge` computes these by sigmoid and logaddexp, which do not overflow; e^lse may.
 
 BACKWARD. Of all k and v, forward keeps only the rank's own, to save memory. So k and v go round the
 ring a second time, and dkv, the sum so far of their gradient, travels behind them:
@@ -81,7 +83,8 @@ their own tokens, with 16 tokens on 2 ranks, in zigzag. Rank 0 has chunks 0 and 
 ranks' last tokens, 15 and 11, would have none.
 
 THE LAW. For each layer and micro-batch, let B be the bytes of k and v on one rank, and G those of
-their gradients. These travel in fp32 or wider, so in bf16 G is 2 B, else B. A rank sends over cp
+their gradients. These travel in fp32 or wider, because each rank adds to them, so in bf16 G is 2 B,
+else B. A rank sends over cp
 
     forward     (n-1) B             once more with --recompute full
     backward    (n-1) B + n G
@@ -231,7 +234,7 @@ def zigzag_visible(rank: int, source: int, length: int) -> Visible:
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat each kv head of x [batch, kv_heads, seq, d] for its query heads -> [batch, heads, seq,
-    d].
+    d]. This comes after the messages, which are shorter with fewer heads.
     """
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 

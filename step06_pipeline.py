@@ -66,8 +66,8 @@ forward to the backward:
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-Backward needs y's graph, but not its numbers. So in place of y, `Stage` keeps the graph's last
-*edge*, PyTorch's handle for where backward begins.
+Backward needs y's graph, but not its numbers. So in place of y, `Stage` keeps
+get_gradient_edge(y), the end of the graph, where backward begins.
 
 THE LAW, with one stage on each rank and untied embeddings. For each micro-batch the first rank
 sends a y over pp, the last a dx, and the others both. Once in a training step every rank also takes
@@ -141,11 +141,9 @@ from step05_cp_ring import own_tokens, shard_context
 class Stage:
     """Consecutive layers, and the graphs of the micro-batches that are in flight.
 
-    Between its forward and its backward a stage needs the graph that computed y, but not y's
-    numbers: a layer ends with a sum, x + mlp(...), whose backward does not use its result. So in
-    place of y a stage keeps `get_gradient_edge(y)`, which stands for the last node of that graph.
-    In the loops below a rank then holds at most two outputs at a time, not one for each micro-batch
-    in flight.
+    A stage need not keep y's numbers, because a layer ends with a sum, x + mlp(...), whose backward
+    does not use its result. In the loops below a rank then holds at most two outputs at a time, not
+    one for each micro-batch in flight.
     """
 
     def __init__(self, model: Decoder, layers: range, positions: Tensor, number: int):
@@ -378,8 +376,9 @@ def keep_layers(model: Decoder, kept: set[int], mesh: Mesh):
     A rank with layer 0 also keeps the embedding, a rank with the last layer the final norm and the
     head. Elsewhere these become None. If layer 0 and the last one are on two ranks, both keep a
     tied embedding, and each has a term of its gradient: step 4's `sum_partial_gradients` sums these
-    over the group "ends", the first and the last rank of pp. (Under ZeRO both have the same
-    elements: the matrix is a unit of its own.)
+    over the group "ends", the first and the last rank of pp. (Under ZeRO each of the two has a
+    shard. Both cut the matrix alike, because it is alone in its unit, so these shards are the same
+    elements.)
     """
     trunk = model.model
     n_layers = model.config.n_layers
@@ -475,8 +474,9 @@ def make_interleaved(
 
     The pipeline still fills and drains over p-1 stages, but each is 1/v as long: the bubble is
     (p-1)/(v m) of the working time. With p = 2, m = 4, v = 2 it is 1/8; with 1F1B it is 1/4. In the
-    picture a character is the forward of half of a rank's layers, so a forward of 1F1B takes two
-    (`python -m common.schedules 2 4 2` draws these, below AFAB):
+    picture a character is the forward of half of a rank's layers, so a forward of 1F1B takes two.
+    In `interleaved` the first 0 1 of rank 0 are stage 0, the second stage 2. (`python -m
+    common.schedules 2 4 2` draws these, below AFAB.)
 
         1F1B           rank 0    0011....aaaa22bbbb33cccc..dddd    6 idle beside 24
                        rank 1    ..00aaaa11bbbb22cccc33dddd....
@@ -562,8 +562,8 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous one to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # action -> its input, x or dy. That of an own action waits until it is computed, that of a
-        # peer's action until it is sent
+        # action -> its input, x or dy. That of this rank's action is kept until the action runs,
+        # that of a peer's, which is an output of this rank, until it is sent
         inputs: dict[Action, Tensor] = {}
         receiving: dict[Action, Pending] = {}  # the message that fills it
         sending: dict[int, Pending] = {}  # peer -> the last message to it

@@ -26,10 +26,17 @@ for e0. In "routed", the expert with the larger p comes first.
     out                             t0: s3 e3(t0) + s0 e0(t0)        t2: s2 e2(t2) + s1 e1(t2)
                                     t1: s0 e0(t1) + s2 e2(t1)        t3: s1 e1(t3) + s2 e2(t3)
 
-In the code, `MoE.forward` makes "routed" and "out", `outputs_of_choices` "sorted", and `Experts`
-"outputs". `dispatch` goes from "sorted" to "by expert": an all-to-all sends each row to its
-expert's rank, which sorts what it receives by expert. `combine` goes from "outputs" to "returned":
-it sorts the outputs by rank, then sends them back. So what is returned has the order of "sorted".
+These functions make the lines of the figure:
+
+    routed                  MoE.choose
+    sorted                  MoE.outputs_of_choices
+    received, by expert     dispatch: an all-to-all sends each row to its expert's rank, which sorts
+                            what it receives by expert
+    outputs                 Experts
+    returned                combine: it sorts the outputs by rank, then sends them back, so that
+                            they have the order of "sorted"
+    out                     MoE.forward
+
 In backward gradients go the same ways: those of outputs to the experts' ranks, those of rows back.
 How many rows a rank gets depends on the tokens, so ranks first tell one another how many will come.
 
@@ -41,9 +48,10 @@ spread evenly, in one forward of a layer it sends
     weights    (ep-1)/ep x 3 dim ffn_dim E    if an all-gather brought all experts' matrices
 
 So in forward rows are cheaper if T < 3 ffn_dim E / (2 K). For tiny with 8 experts and K = 2 this is
-T < 2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by
-sequence parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers; of weights the rank
-would send the half that it holds, 540,672.
+T < 2,112. (Backward moves the bound to 9 ffn_dim E / (4 K), 3,168: weights would be gathered again,
+and their gradients reduce-scattered.) An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256
+tokens, and cp and tp (by sequence parallelism) divide them by 4, so T = 256. Rows are 65,536
+numbers; of weights the rank would send the half that it holds, 540,672.
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -51,7 +59,7 @@ for K choices of a token. Let f_e be the fraction of a micro-batch's choices tha
 and P_e the mean of p_e over all its tokens. Let M be the number of micro-batches in a training
 step, of all ranks of dp: global_batch_size / micro_batch_size. Training follows the gradient of
 
-    loss + (aux_loss_coeff / M) x the sum, over micro-batches and layers, of  E sum_e f_e P_e
+    loss + (aux_loss_coeff / M) x the sum, over micro-batches and layers, of  E x sum_e f_e P_e
 
 The loss that you see excludes the second term.
 
@@ -89,7 +97,8 @@ its layers: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 A rank's T = micro_batch_size x seq / (cp tp) tokens of a micro-batch are T K rows, which go to the
 experts and back, in forward and in backward. If choices are spread evenly, the rank sends these
 bytes in each layer, once for each micro-batch, but over expert_data once in a training step. The
-last column says how many times as much it is with --recompute full.
+last column says how many times as much it is with --recompute full (6/4: of four, the two of
+forward are repeated).
 
     over         what                              bytes                          tiny   recompute
     ep           rows                              (n-1)/n x 4 T K dim w       524,288   x 6/4
@@ -258,7 +267,7 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
         arriving_GL    how many rows come from rank r for our expert i    [[2, 0], [0, 2]]
         counts_L       how many rows our expert i gets                    [2, 2]
 
-    r and i count from 0: row r of a table is rank r's. So e0 gets 2 of rank 0's rows, e1 none, e2
+    r and i count from 0: line r of a table is rank r's. So e0 gets 2 of rank 0's rows, e1 none, e2
     and e3 one each. The tables are on the CPU, to split rows, and counts_L is on the device.
     """
     leaving_GL = counts_E.view(group.size, -1)  # rank r holds experts r L to (r+1) L - 1
@@ -272,8 +281,8 @@ def exchange_counts(counts_E: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
 
 def send_rows(rows: Tensor, group: Group, sent_GL: Tensor, received_GL: Tensor) -> Tensor:
     """An all-to-all of rows [n, D], sorted by destination rank -> the rows received, sorted by
-    source rank. Row r of `sent_GL` has the numbers of rows that go to rank r, by expert; row r of
-    `received_GL` has those of the rows that come from it.
+    source rank. Line r of the table `sent_GL` says how many go to rank r, by expert; line r of
+    `received_GL`, how many come from it.
     """
     sent_G = sent_GL.sum(1).tolist()
     received_G = received_GL.sum(1).tolist()
@@ -381,10 +390,9 @@ class Experts(nn.Module):
 
 
 def keep_choices() -> tuple:
-    """With --recompute full, backward repeats forward. On a GPU its p need not have the same bits,
-    so it could choose other experts, and the shapes of their rows would not match. So the result of
-    `topk` is saved, and not computed again: torch.utils.checkpoint asks for what to save by its
-    argument `context_fn`.
+    """With --recompute full, save the result of `topk`. Otherwise backward would choose again, on a
+    GPU perhaps other experts, because its p need not have the same bits; then the shapes of their
+    rows would not match. torch.utils.checkpoint takes this function as `context_fn`.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -629,12 +637,10 @@ class BiasBalancedMoE(MoE):
         return super().choose(p_TE + self.bias)
 
     def balance(self, out: Tensor, p_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Count the choices.
-
-        With --recompute full, backward repeats a layer only as far as it needs, and that ends
-        before this line. With --compile it repeats this line, too: then every load doubles, which
-        changes nothing, because `end_step` uses only the sign of mean load - load.
-        """
+        """Count the choices."""
+        # With --recompute full, backward repeats a layer only as far as it needs, and that ends
+        # before this line. With --compile it repeats this line, too: then every load doubles, which
+        # changes nothing, because `end_step` uses only the sign of mean load - load
         self.load_E += counts_E
         return out
 

@@ -19,6 +19,11 @@ On rank 5, mesh["tp"] is the group {4, 5, 6, 7}, in which its number is 1, and m
     all_gather        1              2                   1 2                 1 2
     all_to_all        1 2            10 20               1 10                2 20
 
+A message between two ranks has the rank that it goes to, or comes from:
+
+    exchange([(x, right)], [(received, left)], group)    sends x to rank `right` of the group, and
+                                                         fills `received` by what `left` sends
+
 Each of these four, and `exchange`, starts its messages and returns a `Pending`; Python goes on
 while they travel:
 
@@ -103,7 +108,7 @@ class Mesh:
         self.groups = {"all": Group("all", self.rank, self.world, everyone, self.sent)}
         self.handles: dict[tuple, dist.ProcessGroup] = {}  # by (ranks, queue): see `add_groups`
         self.grid = np.arange(self.world).reshape(*sizes.values())
-        # A group along each dimension. `queue` matters from step 5 on: see `add_groups`
+        # A group along each dimension. Ignore `queue` until step 5: see `add_groups`
         for name in sizes:
             queue = "gradients" if name == "dp" else "activations"
             self.add_groups_along(name, name, queue=queue)
@@ -133,10 +138,11 @@ class Mesh:
         """Create a group for each row of `rows` [groups, size], whose ranks must ascend. The one
         that has this rank becomes self[name]. All ranks must call this.
 
-        `queue`: "gradients" or "activations". Groups of the same ranks share a handle if they have
-        the same queue. Step 5's cp and data, which with dp 1 have the same ranks, have different
-        ones: NCCL sends the messages of a handle in order, and k and v, which are needed
-        immediately, would wait behind a large bucket of gradients.
+        `queue`: "gradients" or "activations". Groups that are made here, of the same ranks, share a
+        handle if they have the same queue ("all" has PyTorch's own). Step 5's cp and data, which
+        with dp 1 have the same ranks, have different ones: NCCL sends the messages of a handle in
+        order, and k and v, which are needed immediately, would wait behind a large bucket of
+        gradients.
         """
         for row in rows.tolist():
             ranks = tuple(row)

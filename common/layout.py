@@ -27,8 +27,8 @@ class ParamRecord:
     # Step 4: which shard this rank has; None if tp and ep do not cut the parameter
     shard: "Shard | None" = None
     # Step 4: a second group, over which `sum_partial_gradients` sums the gradient after `sync`:
-    # "tp" for a norm's weight; in step 6 "ends" for a tied matrix that the first and the last
-    # stage hold. None for most parameters
+    # "tp" for a norm's weight (with SP), and for step 7's routers; "ends" for a tied matrix that
+    # step 6's first and last stage hold. None for most parameters
     partial_over: str | None = None
 
 
@@ -67,8 +67,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
 def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     """How many ranks hold the same elements of a gradient: the number of all ranks, divided by the
-    size of each group whose ranks hold different elements. (Step 6: two stages hold a tied matrix,
-    so twice as many ranks.)
+    size of each group whose ranks hold different elements. (Ranks of cp, as those of dp, hold the
+    same gradient after the sums. Step 6: two stages hold a tied matrix, so twice as many ranks.)
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 8 / 8 = 1 with
     ZeRO. In step 4, with tp 2 and dp 4, q_proj.weight is sharded over tp, and a norm's weight is
@@ -77,6 +77,8 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
                              q_proj.weight    a norm's weight
         without ZeRO         8 / 2 = 4        8
         with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
+
+    In step 7, with 16 ranks and ep 8, an expert without ZeRO: 16 / 8 = 2.
     """
     copies = mesh.world
     if zero:  # each rank of this group has a different part

@@ -93,7 +93,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
     # If messages took no time, (v-1) p + (p-1-rank) would be enough: the first round through the
-    # v-1 earlier stages, then 1F1B's warm-up. Like Megatron-LM we count the later ranks twice, so
+    # v-1 earlier stages, then 1F1B's warm-up. Like Megatron-LM we take 2 (p-1-rank), so
     # that a rank has work while messages travel. The price is more forwards in flight: rank 0 of 2,
     # with v = 2, has 5 instead of 4
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
@@ -152,7 +152,7 @@ def simulate(
     the rank is free and the action's input is there. Raises ValueError if no rank can go on.
 
     `rank_of_stage`: the rank of each stage. `costs`: kind of action -> its time, above 0.
-    `message`: the time of a message between two ranks, which only tests and tools set.
+    `message`: the time of a message between two ranks, which only tests set.
 
     LISTS CAN DEADLOCK. For example, with one stage on each rank, whose number is left out:
 
@@ -255,7 +255,7 @@ def add_messages(
 # a send and its receive are one message, with one number.
 #
 #     (a) In each program the numbers increase.
-#     (b) So rank 0's sends to rank 1, and rank 1's receives from rank 0, come in the same order.
+#     (b) So rank a's sends to rank b, and rank b's receives from rank a, come in the same order.
 #         Messages arrive in the order of their sends, so each meets its own receive.
 #     (c) What an action or a message needs has a smaller number: the action that made its input
 #         ended earlier (all costs are above 0), and its message was numbered right after that. (A
@@ -271,7 +271,8 @@ def add_messages(
 
 def draw(lists: list[list[Action]], rank_of_stage: list[int], costs: dict[str, int] = COSTS) -> str:
     """A line per rank, a character per unit of time: F of micro-batch i is digit i mod 10, B a
-    letter, idle `.`. Another kind, which only optional techniques have, is `-`.
+    letter, idle `.`; the stage is not shown. Another kind, which only optional techniques have, is
+    `-`.
     """
     spans = simulate(lists, rank_of_stage, costs)
     length = int(spans[-1].end)
