@@ -17,10 +17,10 @@ is 10 / 4 = 2.5, but the mean of the two means 1 and 3 is 2.
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
 which brings it down to this limit. The norm is known only after the last micro-batch.
 
-TINY, the default --model, is the example in the laws of all steps: 4 layers; dim 128; 8 query heads
-of head_dim 16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352; a vocabulary of
-257 (256 bytes, and END, the token that ends a document); sequences of 256 tokens; 804,224
-parameters. A parameter is here one number; in the code it is a tensor, such as a matrix.
+TINY, the default --model, is the example in the formulas of all steps, their *laws*: 4 layers; dim
+128; 8 query heads of head_dim 16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352;
+a vocabulary of 257 (256 bytes, and END, the token that ends a document); sequences of 256 tokens;
+804,224 parameters. A parameter is here one number; in the code it is a tensor, such as a matrix.
 
 PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. If an update adds 0.003
 (the peak --lr) to a weight of 1, the result is rounded to 1 again; and a large sum of gradients
@@ -52,22 +52,24 @@ On a GPU in bf16, it saves for each token
     and in fp32:
     n_heads + 2             log sum exp(scores) of each head, 1 / rms of each RMSNorm  10
 
-Together they take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. Attention's
-probabilities are not saved: backward computes them again from log sum exp. (With --compile, the
-compiler chooses what is saved.)
+Together they take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. (The backward of an
+RMSNorm needs its input, that of the next matrices its output.) Attention's probabilities are not
+saved: backward computes them again from log sum exp. (With --compile, the compiler chooses what is
+saved.)
 
 On a CPU a run is in fp32 by default, so all these numbers have 4 bytes, 4 x (2,304 + 10). There
-each RMSNorm also saves dim numbers more, 2 x 128 x 4: together 10,280 bytes for each token.
+each RMSNorm also saves its input divided by the rms, 2 x 128 x 4: together 10,280 bytes for each
+token.
 
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
 numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numbers of the table
 exist for one layer at a time. The repetition stops as soon as it has silu(gate) * up, the input of
 down_proj: backward does not need down_proj's output, which is only added to y.
 
-FLOPs OF A TOKEN, of matrix products alone. Each weight of a matrix costs 6: 2 in forward (multiply,
-add), and 4 in backward (2 for the gradient of the input, 2 for that of the weight). In causal
-attention a token attends to about seq/2 tokens on average, so that one matrix product costs 2 x dim
-x seq/2 = seq x dim for each token. There are seven such products:
+FLOPs OF A TOKEN (this can wait), of matrix products alone. Each weight of a matrix costs 6: 2 in
+forward (multiply, add), and 4 in backward (2 for the gradient of the input, 2 for that of the
+weight). In causal attention a token attends to about seq/2 tokens on average, so that one matrix
+product costs 2 x dim x seq/2 = seq x dim for each token. There are seven such products:
 
     forward 2     scores S = q k^T / sqrt(d), output o = P v, where P = softmax(S), d = head_dim
     backward 5    S again (as in FlashAttention), dP = do v^T, dv = P^T do, dq = dS k / sqrt(d),
@@ -124,7 +126,8 @@ from common.shapes import model_shape
 def accumulate_wide(params: Iterable[nn.Parameter]):
     """Let bf16 parameters have a `.grad` in fp32: autograd casts each gradient before it adds it.
 
-    `grad_dtype`, from PyTorch, is the dtype of `.grad`, by default the parameter's own.
+    `grad_dtype`, a recent attribute of PyTorch's tensors, is the dtype of `.grad`, by default the
+    parameter's own.
     """
     for param in params:
         param.grad_dtype = wide(param.dtype)
@@ -237,7 +240,7 @@ def recompute_layers(model: Decoder, **options: Any):
     same. `options`: further arguments of `checkpoint`, which only step 7 has.
     """
     for layer in model.model.layers.values():
-        # An attribute of this object: from now on `layer(x)` calls it, not its class's method
+        # `layer(x)` looks for `forward` on the object first, so from now on it finds this one
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 

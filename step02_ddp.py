@@ -21,13 +21,14 @@ computed in one place, and then copied.
 THREE WAYS TO SUM:
 
     --sync naive     after the last backward, one blocking all-reduce per parameter
-    --sync ring      the same, with the all-reduce written out below
+    --sync ring      the same, with the all-reduce written out below (to read: it is slower)
     --sync bucket    the default: a few large all-reduces, which start during the last backward
 
 BUCKETS. Each all-reduce has a fixed cost, so many small ones are slow. One large one could start
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
-1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. (By
-DistributedDataParallel's default, 25 MiB, all of tiny's gradients, 3.2 MB, would be one bucket.)
+1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. (Large
+models have larger buckets. With 25 MiB, as in DistributedDataParallel, all of tiny's gradients, 3.2
+MB, would be one bucket.)
 
 Buckets are filled roughly in the order of backward, from the head to the embedding. Each
 micro-batch adds once to each gradient, and a bucket counts how many of these additions are still to
@@ -36,10 +37,10 @@ come. Tiny's first has the gradients of 11 tensors: the head, the last norm, and
 0 in the backward of the last micro-batch: the all-reduce of this bucket starts, while backward goes
 on to earlier layers.
 
-All ranks must start their collectives in the same order, but gradients could become complete in a
-different order on each rank. So a complete bucket waits for those before it (Li et al. 2020,
-"PyTorch Distributed"). The figure shows the last micro-batch's backward, not to scale. The second
-row shows into which bucket the gradients go.
+All ranks must start their collectives in the same order. So a complete bucket waits for those
+before it: then it does not matter in which order autograd completes gradients on a rank (Li et al.
+2020, "PyTorch Distributed"). The figure shows the last micro-batch's backward, not to scale. The
+second row shows into which bucket the gradients go.
 
     backward of    | head, layer 3 | layer 2    | layer 1    | layer 0, embedding |
     its bucket     | 0 0 0 0 0 0 0 | 1 1 1 1 1  | 1 2 2 2 2  | 2 2 3 3 3 3 3 3 3  |

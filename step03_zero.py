@@ -77,13 +77,15 @@ In a training step a rank sends (n-1)/n times this many elements:
                                               twice, and reduce-scatters all
 
 With m = 1, stages 1 and 2 send the same, and stage 2 holds less. In bf16 an element of an
-all-gather has 2 bytes, one of a reduce-scatter 4; in fp32 both have 4. In every stage the loss is
-all-reduced over dp, 4 bytes also in bf16, and the squared norm of the gradient over all ranks, 8
-bytes.
+all-gather has 2 bytes, one of a reduce-scatter 4; in fp32 both have 4. In every stage there are two
+more all-reduces: over dp of the loss, a tensor of 4 bytes also in bf16, and over all ranks of the
+squared norm of the gradient, 8 bytes.
 
-For tiny in fp32 on 4 ranks, a rank has 8 of the 32 sequences, in micro-batches of 4, so m = 2. In
-stage 2 it sends 3/4 x 3 x 804,224 elements of 4 bytes, and 2 x 3/4 x 4 bytes for the loss: `sent`
-over dp in metrics.jsonl is 7,238,022. In stage 3 it is 14,080,518: see `Zero3`.
+For tiny in fp32 on 4 ranks, the table of memory gives 12.9, 8.8, 5.6 and 3.2 MB in stages 0 to 3
+(tests/test_step03.py::test_law_of_memory counts those of 1 to 3). A rank has 8 of the 32 sequences,
+in micro-batches of 4, so m = 2. In stage 2 it sends 3/4 x 3 x 804,224 elements of 4 bytes, and 2 x
+3/4 x 4 bytes for the loss: `sent` over dp in metrics.jsonl is 7,238,022. In stage 3 it is
+14,080,518: see `Zero3`.
 
 Run it:    torchrun --nproc_per_node=4 step03_zero.py --zero 3
 You should see step 1's losses (on a GPU, with --dtype fp32 for both):
@@ -144,9 +146,11 @@ class Unit:
                           '--- rank 0 ----' '--- rank 1 ----' '- rank 2 -' '- rank 3 -'
 
     Shards may begin and end inside a matrix: above, o.. is the first part of o, and ..o its rest.
-    In numbers: let shards have 10 elements, and let o be elements 6 to 24 of the buffer. Rank 2's
-    shard is elements 20 to 29. So of o, rank 2 has elements 20 to 24 of the buffer. They are
-    elements 0 to 4 of its shard (`own_part`), and 14 to 18 of o (`spans` of `Zero1`).
+
+    Another example, with o on three ranks: shards have 10 elements, and o is elements 6 to 24 of
+    the buffer. Rank 2's shard is elements 20 to 29. So of o, rank 2 has elements 20 to 24 of the
+    buffer. They are elements 0 to 4 of its shard (`own_part`), and 14 to 18 of o (`spans` of
+    `Zero1`).
 
     A unit has these tensors:
 
@@ -195,8 +199,8 @@ class Unit:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
         `summed_grad`; k may be 0.
 
-        In the example above, first and end are 6 and 25 on rank 0 (slicing stops at 10, the end of
-        the shard), 0 and 15 on rank 1, 0 and 5 on rank 2, 0 and 0 on rank 3.
+        In the second example above, first and end are 6 and 25 on rank 0 (slicing stops at 10, the
+        end of the shard), 0 and 15 on rank 1, 0 and 5 on rank 2, 0 and 0 on rank 3.
         """
         start, stop = self.bounds[name]
         first = max(start - self.shard_start, 0)
@@ -239,8 +243,8 @@ class Zero1:
     All ranks must start their reduce-scatters in one order. On all of them H is complete first,
     then layer 1, then layer 0: of the operations that are ready, autograd runs the one that came
     last in forward. Layer 1's came after layer 0's, so its weight gradients are there before layer
-    0's backward begins. So a complete unit can be sent at once. (Step 2's buckets end inside
-    layers, where the order may differ, so a complete one waits.)
+    0's backward begins. So a complete unit can be sent at once. (Step 2's buckets do not rely on
+    this: a complete one waits for those before it.)
     """
 
     unit_type = Unit  # stage 3 has another
@@ -399,7 +403,8 @@ class ShardedUnit(Unit):
     valid again. So parameters, and the weights that autograd has saved for backward, stay views of
     `flat`.
 
-    So a gather writes into memory that autograd has saved for backward. This does no harm: shards
+    This can wait: a gather writes into memory that autograd has saved for backward. It does no
+    harm: shards
     change only after backward, so it writes the same values again. But autograd has a check for it.
     Each tensor counts the writes to it, together with its views; if a saved tensor's count has
     changed since forward, backward raises an error. Here the check does not see the gather, because
@@ -425,8 +430,9 @@ class ShardedUnit(Unit):
         """Free the memory of `flat`."""
         if self.gathering is not None:
             self.gathering.wait()
-            # On a GPU, kernels that read it may still wait in their stream. PyTorch gives its bytes
-            # only to work that comes later in this stream, for which the next gather waits, too
+            # On a GPU, kernels that read it may still wait in their stream. Nothing overwrites it
+            # early: PyTorch gives its bytes only to work that comes later in this stream, and the
+            # next gather waits for this stream, too
             self.flat.untyped_storage().resize_(0)
             self.gathering = None
 
@@ -453,6 +459,8 @@ class Zero3(Zero2):
     For tiny on 4 ranks, with m = 2, e is 32,896 + 33,024 = 65,920. A rank sends 3/4 x (2 x (2 x
     804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements: the gathers, and 2 x 804,224 for the
     reduce-scatters. In fp32 that is 14,080,512 bytes, and 6 for the loss.
+
+    With --keep, units stay whole until the update (see `Config`).
     """
 
     unit_type = ShardedUnit
@@ -474,10 +482,10 @@ class Zero3(Zero2):
         It is a list, because a segment may have two units (step 7: experts are a unit of their own)
         or none (step 6: another rank has them).
 
-        If the model is tied, embedding and head share a matrix. It is in E, and H is the last norm
-        alone. E is gathered twice, for the embedding and with H, and stays whole to the end of
-        backward. So three units are whole at a time, and e counts only the norm. Autograd also
-        keeps the head's term of E's gradient, whole, to the end of backward.
+        Skip this unless the model is tied: embedding and head share a matrix. It is in E, and H is
+        the last norm alone. E is gathered twice, for the embedding and with H, and stays whole to
+        the end of backward. So three units are whole at a time, and e counts only the norm.
+        Autograd also keeps the head's term of E's gradient, whole, to the end of backward.
         """
         number = len(self.segments)
         params = set()
@@ -531,7 +539,8 @@ class Zero3(Zero2):
 
     def start_sum(self, unit: Unit):
         """With all gradients of the unit there, its backward needs no more weights: start the sum
-        as `Zero2` does, and free the weights.
+        as `Zero2` does, and free the weights. For layer 1 above: wait for H's sum, start layer 1's,
+        free layer 1's weights.
         """
         super().start_sum(unit)
         self.free_after_use(unit)

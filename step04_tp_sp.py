@@ -1,6 +1,7 @@
 """Step 4: tensor and sequence parallelism. Ranks divide matrices and, between blocks, tokens.
 
-A *block*, attention or the MLP, is two matrix products with something between: h(x A) B.
+A *block*, attention or the MLP, is two matrix products with something between: h(x A) B. Here x
+[tokens, dim] is the block's input, A and B are matrices, and h is what comes between.
 
                  A: these, side by side    h                                       B
     MLP          gate_proj, up_proj        silu(gate) * up, each channel alone     down_proj
@@ -40,6 +41,8 @@ sums the terms in forward. In attention, for tiny's 8 query heads and 4 key/valu
     f    CopyToTensorParallel       identity: all have x       all-reduce the terms of dx
     g    ReduceFromTensorParallel   all-reduce the terms       identity: dL/d(term) = dL/d(sum)
 
+(In the code, `enter_parallel` is f, and `leave_parallel` is g, with or without SP, which is below.)
+
 Each of the n ranks calls backward on the same loss. Still gradients are not n times too large: all
 ranks have the same dy; from it each computes what flows back to x through its own A_i and B_i, and
 f adds these n different terms.
@@ -59,9 +62,9 @@ weight is whole on all ranks, but a rank now has only its own tokens' term of th
 
 In Korthikanti et al. this f has the name g, and this g the name g-bar.
 
-Even without SP, most of what a layer saves is divided by n. A rank also has 1/n of each matrix, of
-its gradient and of its state. Not divided are mainly the inputs and outputs of the two norms, the
-first row of step 1's table, for each token of the sequence:
+MEMORY. Even without SP, most of what a layer saves is divided by n. A rank also has 1/n of each
+matrix, of its gradient and of its state. Not divided are mainly the inputs and outputs of the two
+norms, the first row of step 1's table, for each token of the sequence:
 
                                without SP    with SP
     inputs of the two norms    2 dim         2 dim/n
@@ -75,8 +78,8 @@ THE VOCABULARY. Each rank has a range of the token ids: their rows of the embedd
 In the embedding, tokens with other ids give zeros, and g sums. In the loss two numbers a token from
 each rank are enough (`VocabParallelCrossEntropy`).
 
-WHERE f AND g ARE in the code. f is `enter_parallel`, and g `leave_parallel`: they use the first two
-classes above, or with SP the other two. One f serves q, k and v, another one gate and up. Both
+WHERE f AND g ARE in the code. `enter_parallel` and `leave_parallel` use the first two classes
+above, or with SP the other two. One f serves q, k and v, another one gate and up. Both
 operators wait immediately, because the next computation needs their result.
 
                        f is in                         g is in
@@ -101,9 +104,9 @@ Shard and Partial.
     logits                                 [b, s, vocab/n]  shard    shard
 
 If n does not divide vocab or ffn_dim, the last shards are padded with zeros. These stay zeros,
-because their gradients are zero. A padded channel of the MLP is 0, so down_proj's padding gets no
-gradient; and it is multiplied by zeros of down_proj, so the padding of gate and up gets none. No
-token has a padded id, and the loss leaves padded logits out.
+because their gradients are zero, and so is what decay takes from them. A padded channel of the MLP
+is 0, so down_proj's padding gets no gradient; and it is multiplied by zeros of down_proj, so the
+padding of gate and up gets none. No token has a padded id, and the loss leaves padded logits out.
 
 THE LAW. S: the bytes of a micro-batch's x, [micro_batch_size, s, dim]. An all-reduce of such a
 tensor sends 2 (n-1)/n S, an all-gather or a reduce-scatter (n-1)/n S. So an f or a g sends (n-1)/n
@@ -394,8 +397,7 @@ def by_heads(weight: nn.Parameter, mesh: Mesh, config: ModelConfig) -> nn.Parame
 
 
 # Megatron's ColumnParallelLinear is here an nn.Linear whose weight [out, in] has fewer outputs,
-# RowParallelLinear one whose weight has fewer inputs. (These are functions, and not just numbers of
-# dims, because an optional technique has another rule for k_proj and v_proj)
+# RowParallelLinear one whose weight has fewer inputs
 PLAN: dict[str, Callable[..., nn.Parameter]] = {
     # q gets whole heads, too: their number is a multiple of that of key/value heads
     "q_proj": by_columns,

@@ -10,9 +10,9 @@
 
 Two runs that differ only in their layout have the same losses and gradient norms, up to rounding,
 whose effects grow from step to step. So only the first steps are judged (--first 20). First make
-sure that the two runs compute the same. If a line "the flags differ" is printed, its two values
-must mean the same, such as two paths to the same data set. And before the first step, both runs
-must have printed the same dtype and the same number of tokens.
+sure that both runs were asked to compute the same. If a line "the flags differ" is printed, its two
+values must mean the same, such as two paths to the same data set. And before the first step, both
+runs must have printed the same dtype and the same number of tokens.
 
 If a step then differs by more than --bound (0.001, relative), this means:
 

@@ -42,8 +42,8 @@ from common.model import ModelConfig
 from common.readers import read_source
 
 END = 256  # the token that ends a document
-PARTS = 64  # a fingerprint reads the beginning of each of these parts of the stream,
-BLOCK = 2**21  # at most so many ids
+PARTS = 64  # a fingerprint cuts the stream into so many parts
+BLOCK = 2**21  # and reads at most so many ids at the start of each
 
 
 @lru_cache(maxsize=1)  # epochs come one after another

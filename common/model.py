@@ -75,7 +75,7 @@ def rope_tables(
     """Cosines and sines of RoPE (Su et al., "RoFormer"). Pair j is the channels j and j +
     head_dim/2 of a head. At position p it is turned by the angle p x theta^(-2 j / head_dim), if
     `rope_scaling` is 1. So a query and a key are turned by angles that differ in proportion to the
-    distance of their positions, and their product depends on the positions only through it.
+    distance of their positions, and their product depends only on this distance.
 
     positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider. The
     axis of size 1 is broadcast over the heads.
@@ -104,7 +104,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x [batch, seq, heads, head_dim] -> like x.
     """
     a, b = x.chunk(2, dim=-1)
-    turned = torch.cat((-b, a), dim=-1)
+    turned = torch.cat((-b, a), dim=-1)  # what the sines multiply
     # x * cos + turned * sin, in the tables' dtype; addcmul saves one pass over memory
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 

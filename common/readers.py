@@ -2,7 +2,7 @@
 every step without this file.
 
     --dataset            what is read
-    (nothing)            the source code of Python's standard library, without its tests and IDLE
+    (nothing)            the source code of Python's standard library (SKIPPED has what is left out)
                          (its text, and so the losses, may differ between two installations)
     a.txt                one document (line ends become LF)
     a.jsonl              a document from each line, {"text": "..."}

@@ -8,7 +8,7 @@
 The table shows how tp and ep shard each parameter (but not ZeRO's shards). Three rows of step 4,
 for tiny in fp32 on two ranks with --tp 2:
 
-         parameter                               whole    on a rank  bytes   sharded          summed
+         parameter                               whole    on a rank  bytes   sharded          [...]
     1 x  model.embed_tokens.weight               257x128  129x128    66,048  dim 0 over tp 2
     4 x  model.layers.*.input_layernorm.weight   128      128        512                      tp 2
     4 x  model.layers.*.self_attn.q_proj.weight  128x128  64x128     32,768  dim 0 over tp 2
@@ -16,7 +16,7 @@ for tiny in fp32 on two ranks with --tp 2:
     4 x                 one in each of 4 layers; bytes are those of one
     dim 0 over tp 2     dimension 0 is cut into 2 parts, one for each rank of tp (257 rows become
                         129 and 129: the second rank's last row is padding)
-    summed              printed as "gradient summed over": the groups of more than one rank
+    [...]               "gradient summed over": groups of more than one rank
 """
 
 import json
@@ -52,7 +52,7 @@ class ParamRow(NamedTuple):
 def param_rows_of(model: nn.Module, mesh: Mesh) -> dict[str, ParamRow]:
     """The rows of the parameters that this rank holds, by name.
 
-    They show the record of layout.py; here is which of its fields is in which column:
+    Two columns come from the parameter's record (layout.py):
 
         shard                       how the parameter was cut: "sharded"
         data_group, partial_over    over which ranks its gradient is summed: "summed"
@@ -134,8 +134,8 @@ def introduction(
 
 
 def progress(row: dict[str, Any]) -> str:
-    """The text beside the progress bar: of a row of metrics.jsonl the loss and the tokens per
-    second, and on a GPU peak memory and, if its peak FLOP/s is known, MFU.
+    """The text beside the progress bar, from a row of metrics.jsonl: loss and tokens per second; on
+    a GPU also peak memory and, if its peak FLOP/s is known, MFU.
     """
     shown = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
     if "mfu" in row:
@@ -152,8 +152,8 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            # The last one stays. Backward has reached it first, so if backward made the nan, it is
-            # nearest to the cause
+            # Names are in the order of forward, so the last one stays, which backward has reached
+            # first. If backward made the nan, it is nearest to the cause
             bad = name
     found = []
     for rank, name in enumerate(ranks.all_gather(bad)):

@@ -6,10 +6,10 @@ ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.
 
 FREE lists the flags that may change: where a run reads its tokens, what it writes, when it gives
 up, where and in which dtype it computes, how the ranks divide the work, what they keep in memory.
-These flags change the results at most by rounding, which in step 7 may choose another expert. Only
-another --dtype changes more: with bf16 the losses differ visibly. --dtype auto means bf16 on a GPU
-that has it, and fp32 on a CPU: to move a run between them, give the saved run's --dtype. Two flags
-have a condition:
+Except --dtype, these flags change the results at most by rounding, which in step 7 may choose
+another expert. Another --dtype changes more: with bf16 the losses differ visibly. --dtype auto
+means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give the saved run's
+--dtype. Two flags have a condition:
 
     --dataset            may be another path, but to the same tokens: their fingerprint is compared
     --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
@@ -45,14 +45,14 @@ FREE = {
     "sync",
     "bucket_mb",
     "zero",
-    "keep",
+    "keep",  # step 3
     "tp",
     "sp",
     "cp",
     "cp_mode",
     "pp",
     "schedule",
-    "chunks",
+    "chunks",  # step 6
     "ep",
 }
 
@@ -67,18 +67,14 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     a checkpoint         that one
 
     A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
-    --out is another one. A collective. Raises UserError
-
-    - if a path has no checkpoint
-    - if all of them are damaged
-    - if a rank does not see their files
-    - if --out already has checkpoints, and `resume` is "" or another run: the checkpoints of two
-      runs would be mixed
-    - if `resume` is a checkpoint in --out, but not its newest: newer ones would stay beside it
+    --out is another one. A collective. Raises UserError if a path has no sound checkpoint, if a
+    rank does not see its files, or if the checkpoints of two runs would be mixed.
     """
     if resume == "auto":
         return find_sound(out, ranks)
     existing = candidates(out, ranks)
+    # For "", for another run, and for an older checkpoint in --out, beside which newer ones would
+    # stay
     refusal = (
         f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
         "another --out"
@@ -99,7 +95,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
-    two of compare.py. `flags`: those of one of the two.
+    two of compare.py. `flags`: those of one of the two (compare.py asks for both).
     """
     # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
     # none or bias

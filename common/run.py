@@ -117,7 +117,7 @@ class Run:
         self, model: Decoder, optimizer: Any, data: Data, mesh: Mesh | None = None, **others: Any
     ) -> Iterator[int]:
         """Yield the numbers of the steps, 0, 1, ... A generator: at each `yield` the body of the
-        caller's loop runs. Besides yielding, it
+        caller's loop runs. What else it does, and when:
 
             before the first step    restores a checkpoint, if --resume asks for it; the first
                                      number is then the number of steps already done. Writes

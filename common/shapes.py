@@ -25,7 +25,9 @@ def model_shape(text: str) -> ModelConfig:
     for change in changes:
         name, _, value = change.partition("=")
         if name not in kinds:
-            raise UserError(f"--model {text}: {name!r} is no field: choose from {', '.join(kinds)}")
+            raise UserError(
+                f"--model {text}: {name!r} is not a field of ModelConfig: use {', '.join(kinds)}"
+            )
         kind = kinds[name]
         try:
             values[name] = convert(kind, value)

@@ -6,15 +6,14 @@ sound one.
 
 A checkpoint is written under a hidden name, and gets its own when every rank's file is there. So a
 run that is killed while it saves leaves no checkpoint of which only a part was written. In its own
-directory a run keeps its last two checkpoints, and removes older ones (`remove_older`; one that
-could not be read may stay longer).
+directory a run keeps its last two checkpoints, and removes older ones (`remove_older`).
 
 DAMAGE. A disk may change or lose what was written. A .pt file is a zip archive with checksums, and
 also says how many files the checkpoint has. So before a run resumes, the ranks divide the files
 among themselves, read them all, and find out whether some are damaged or missing. A file that
 cannot be read counts as damaged. A checkpoint without damage is called *sound*. If a checkpoint is
 not, the ranks try the next older one. If none is left, or if --resume names the damaged one, the
-run ends.
+run ends. A damaged checkpoint may stay longer than others: `remove_older` says why.
 
 A NETWORK DISK. A rank may see only some seconds later what another has written. So when a run
 resumes, rank 0 says which checkpoints and files there are, and a rank that does not see one of them
@@ -166,6 +165,7 @@ def problem_of(paths: list[Path], ranks: Ranks) -> str:
     """
     if not paths:
         return "it is empty"  # a folder without files
+    # `number`: the rank that wrote the file
     for number in range(ranks.rank, len(paths), ranks.world):
         path = paths[number]
         try:

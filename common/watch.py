@@ -8,17 +8,19 @@ a checkpoint, and exit with status 0.
     the first signal             all ranks save, and end
     a Ctrl-C after it            the rank ends at once, without saving
     SIGTERM after Ctrl-C         the same (torchrun sends it for a second Ctrl-C)
-    any other later signal       nothing
+    a later SIGTERM, SIGUSR1     nothing
+
+Signals are usually sent to torchrun. It must pass them on to the ranks:
 
     sent to torchrun             what torchrun does
     Ctrl-C                       passes it on; a second one becomes SIGTERM
     SIGTERM                      passes it on
-    SIGUSR1                      passes it on only with the flag below; without the flag the signal
-                                 kills torchrun, and the ranks go on
+    SIGUSR1                      kills torchrun, and the ranks go on. With the flag below, it is
+                                 passed on
     SIGHUP (the terminal is      passes it on: the ranks end without saving. tmux prevents it, nohup
-    closed)                      does not
+    closed)                      does not, because torchrun handles the signal itself
 
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+    torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ...
 
 When torchrun has passed a signal on, it waits up to 30 seconds, or its --shutdown-timeout, for the
 ranks to end, and kills those that have not. Then it ends with a SignalException and status 1, even
@@ -55,8 +57,8 @@ def noting_signals() -> Iterator[list[int]]:
     which is C++ code, a signal waits, too. When the first has been noted, Ctrl-C has no handler any
     more: a second one ends the process at once.
 
-    Without an earlier Ctrl-C, SIGTERM never ends a rank: torchrun sends it when a hang has ended
-    another rank, and this one must live on to print its own stacks.
+    Without an earlier Ctrl-C, this rank does not end by SIGTERM: torchrun sends it when a hang has
+    ended another rank, and this one must live on to print its own stacks.
     """
     noted: list[int] = []
 
