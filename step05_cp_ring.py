@@ -11,9 +11,9 @@ hop h, rank r holds the k and v of rank r - h (mod n), and computes with those t
 Meanwhile, except in the last hop, it receives the next ones.
 
 IN ORDER (--cp-mode ordered). Each of n = 4 ranks has a quarter of the tokens, rank 0 the first. A
-cell below is the queries of one rank with the keys of one. `#`: all its pairs are needed, 8 units
-of work. (Below, a cell of zigzag is a quarter as large, 2 units or 1.) `+`: a query needs only its
-own key and earlier ones, about half of the pairs, 4 units. `.`: none.
+cell below is the queries of one rank with the keys of one. `#`: all its pairs are needed, which we
+count as 8 units of work. `+`: a query needs only its own key and earlier ones, about half of the
+pairs, 4 units. `.`: none.
 
     keys of rank ->       0 1 2 3
     queries of rank 0     + . . .      4 units
@@ -43,9 +43,9 @@ Rank 1, for example, works on these pairs (chunk of queries, chunk of keys):
     hop 2    rank 3's, chunks 3 and 4     (6,3) #    (6,4) #
     hop 3    rank 2's, chunks 2 and 5     (6,2) #    (6,5) #
 
-In hop 0 our code computes all pairs of a rank's own tokens, and masks about half; in zigzag also,
-on rank 1, (1,6), which no query needs. So hop 0 costs 8 units: in order rank 3 takes 4 x 8 = 32, in
-zigzag each rank 8 + 3 x 4 = 20.
+In hop 0 our code computes all pairs of a rank's own tokens, and masks half of them: of each + its
+half, and in zigzag all of a cell such as rank 1's (1,6), which no query needs. So hop 0 costs 8
+units: in order rank 3 takes 4 x 8 = 32, in zigzag each rank 8 + 3 x 4 = 20.
 
 THE SOFTMAX of a query needs all keys that the query sees, but in one hop a rank uses only some of
 them, a *part*. For each part it computes the output o of attention to these keys alone, and their
@@ -444,7 +444,8 @@ def shard_context(model: Decoder, mesh: Mesh, config: Config) -> Tensor:
             f"--tp {tp} must divide the {len(positions)} tokens that --cp leaves to a rank"
         )
     for layer in model.model.layers.values():
-        layer.self_attn.attend = partial(mode.attention, group=group)  # (CONTEXT has set `visible`)
+        # It needs only q, k, v now: CONTEXT has set `visible`
+        layer.self_attn.attend = partial(mode.attention, group=group)
     return positions
 
 

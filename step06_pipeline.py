@@ -66,8 +66,8 @@ forward to the backward:
     y = compute_output(x)                forward ends here; y is sent
     torch.autograd.backward(y, dy)       backward, when dy has come; now dx is x.grad
 
-Backward needs y's graph, but not its numbers. So in place of y, `Stage` keeps
-get_gradient_edge(y), the end of the graph, where backward begins.
+Backward needs y's graph, but not its numbers (a layer ends with a sum). So in place of y, `Stage`
+keeps get_gradient_edge(y), the end of the graph, where backward begins.
 
 THE LAW, with one stage on each rank and untied embeddings. For each micro-batch the first rank
 sends a y over pp, the last a dx, and the others both. Once in a training step every rank also takes
@@ -215,6 +215,8 @@ class Stage:
 class Pipeline:
     """A pipeline with one stage on each rank. A subclass has `execute`, its schedule as a loop.
     Loops communicate by the six methods below, with Megatron-LM's names, which call `send_receive`.
+    They wait for each message at once, so no computation hides it. (Messages of `ListPipeline`, at
+    the end of this file, travel meanwhile.)
     """
 
     def __init__(self, config: "Config", model: Decoder, mesh: Mesh, positions: Tensor):
@@ -376,7 +378,7 @@ def keep_layers(model: Decoder, kept: set[int], mesh: Mesh):
     A rank with layer 0 also keeps the embedding, a rank with the last layer the final norm and the
     head. Elsewhere these become None. If layer 0 and the last one are on two ranks, both keep a
     tied embedding, and each has a term of its gradient: step 4's `sum_partial_gradients` sums these
-    over the group "ends", the first and the last rank of pp. (Under ZeRO each of the two has a
+    over the group "ends", the first and the last rank of pp. (Skip this: under ZeRO each has a
     shard. Both cut the matrix alike, because it is alone in its unit, so these shards are the same
     elements.)
     """
@@ -562,8 +564,9 @@ class ListPipeline:
         """Run the program. An action waits for its input. A send waits for the previous one to the
         same peer, so that at most one sent tensor for each peer stays in memory.
         """
-        # action -> its input, x or dy. That of this rank's action is kept until the action runs,
-        # that of a peer's, which is an output of this rank, until it is sent
+        # action -> its input, x or dy. If the action is this rank's, the input was received or
+        # computed here, and is kept until the action runs. If it is a peer's, the input is an
+        # output of this rank, and is kept until it is sent
         inputs: dict[Action, Tensor] = {}
         receiving: dict[Action, Pending] = {}  # the message that fills it
         sending: dict[int, Pending] = {}  # peer -> the last message to it

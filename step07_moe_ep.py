@@ -48,10 +48,10 @@ spread evenly, in one forward of a layer it sends
     weights    (ep-1)/ep x 3 dim ffn_dim E    if an all-gather brought all experts' matrices
 
 So in forward rows are cheaper if T < 3 ffn_dim E / (2 K). For tiny with 8 experts and K = 2 this is
-T < 2,112. (Backward moves the bound to 9 ffn_dim E / (4 K), 3,168: weights would be gathered again,
-and their gradients reduce-scattered.) An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256
-tokens, and cp and tp (by sequence parallelism) divide them by 4, so T = 256. Rows are 65,536
-numbers; of weights the rank would send the half that it holds, 540,672.
+T < 2,112. An example: ep 2, cp 2, tp 2. A micro-batch has 4 x 256 tokens, and cp and tp (by
+sequence parallelism) divide them by 4, so T = 256. Rows are 65,536 numbers; of weights the rank
+would send the half that it holds, 540,672. (With backward the bound is 9 ffn_dim E / (4 K), 3,168:
+weights would be gathered again, and their gradients reduce-scattered.)
 
 BALANCE. A router may send all tokens to the same experts: the others learn nothing, and their ranks
 wait. So each layer has Switch Transformer's load-balancing auxiliary loss (--balance loss), here
@@ -96,9 +96,8 @@ its layers: tiny, ep 2, 540,672. (--expert-dim replaces ffn_dim.)
 
 A rank's T = micro_batch_size x seq / (cp tp) tokens of a micro-batch are T K rows, which go to the
 experts and back, in forward and in backward. If choices are spread evenly, the rank sends these
-bytes in each layer, once for each micro-batch, but over expert_data once in a training step. The
-last column says how many times as much it is with --recompute full (6/4: of four, the two of
-forward are repeated).
+bytes in each layer and micro-batch, but over expert_data in each layer and training step. The last
+column has the factor with --recompute full, which repeats the two ways of forward: 6/4.
 
     over         what                              bytes                          tiny   recompute
     ep           rows                              (n-1)/n x 4 T K dim w       524,288   x 6/4
@@ -117,9 +116,10 @@ Recomputation repeats dispatch, because the gradients of the experts' matrices n
 combine, because the gradient of a score needs the expert's output; and attention's g, because
 router and experts come after it.
 
-For all other messages the laws of steps 2 to 6 hold, with routers in place of MLPs: their gradients
-are summed over data, and over tp with those of norms. With --zero 1, 2 or 3 experts follow step 3's
-law, with the n of expert_data. --balance bias has a law of its own, in its class.
+For all other messages the laws of steps 2 to 6 hold, without the MLPs' terms, but with the
+gradients of routers: they are summed over data, and then over tp, as those of norms. With --zero 1,
+2 or 3 experts follow step 3's law, with the n of expert_data. --balance bias has a law of its own,
+in its class.
 
 With 2 layers on a rank and 8 micro-batches, `sent` in metrics.jsonl (rank 0's bytes by group) has
 16 x 96 = 1,536 over `micro_batch` and 2 x 2,162,688 = 4,325,376 over expert_data. Over ep it is
@@ -392,7 +392,8 @@ class Experts(nn.Module):
 def keep_choices() -> tuple:
     """With --recompute full, save the result of `topk`. Otherwise backward would choose again, on a
     GPU perhaps other experts, because its p need not have the same bits; then the shapes of their
-    rows would not match. torch.utils.checkpoint takes this function as `context_fn`.
+    rows would not match. torch.utils.checkpoint takes this function as `context_fn`; the list has
+    the operators whose results are saved.
     """
     return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
@@ -530,7 +531,7 @@ def shard_moe(moe: MoE, mesh: Mesh):
     note_record(moe.router.weight, data_group="data", partial_over="tp")
     for linear in moe.experts.children():
         if mesh["ep"].size > 1:  # else the weight stays whole
-            linear.weight = shard_param(linear.weight, 0, mesh["ep"])
+            linear.weight = shard_param(linear.weight, 0, mesh["ep"])  # dim 0: the experts
         note_record(linear.weight, data_group="expert_data")
 
 

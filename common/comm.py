@@ -41,9 +41,9 @@ reduce_scatter is given. In a ring of n ranks each sends
     all_reduce                    2 (n-1)/n S       S = 8 MB, n = 4: 12 MB
     all_gather, reduce_scatter    (n-1)/n S         S = 8 MB, n = 4: 6 MB
 
-`Mesh.sent` counts the bytes that a rank sends by these five calls: for these three by the formulas,
-although NCCL may choose something else than a ring; for `all_to_all` and `exchange` what goes to
-other ranks.
+(Step 2's `RingSync` shows why.) `Mesh.sent` counts the bytes that a rank sends: by these three
+calls according to the formulas, although NCCL may choose something else than a ring; by
+`all_to_all` and `exchange` what goes to other ranks.
 """
 
 import math
@@ -296,6 +296,8 @@ def all_to_all(
 ) -> Pending:
     """Send sent_rows[0] rows of `tensor` to rank 0, the next sent_rows[1] to rank 1, and so on;
     `output` gets received_rows[0] rows from rank 0, and so on. None: the same number for each.
+
+    With sent_rows [2, 1], rows 0 and 1 go to rank 0, and row 2 to rank 1.
     """
     if group.size == 1:
         output.copy_(tensor)

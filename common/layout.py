@@ -19,16 +19,17 @@ from common.model import Decoder
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """The record of one parameter. Step 2 needs only the first field."""
+    """The record of one parameter. Step 2 needs only the first field; `note_record` has a table of
+    what the steps note.
+    """
 
     # The group over which `sync` sums its gradient; with ZeRO also the group whose ranks share out
-    # its update. It is "dp" in steps 2 to 4; steps 5 and 7 set another
+    # its update
     data_group: str = "dp"
-    # Step 4: which shard this rank has; None if tp and ep do not cut the parameter
+    # Step 4: which shard this rank has (the class is below); None if the parameter is not cut
     shard: "Shard | None" = None
-    # Step 4: a second group, over which `sum_partial_gradients` sums the gradient after `sync`:
-    # "tp" for a norm's weight (with SP), and for step 7's routers; "ends" for a tied matrix that
-    # step 6's first and last stage hold. None for most parameters
+    # Step 4: a second group, over which `sum_partial_gradients` sums the gradient after `sync`.
+    # None for most parameters
     partial_over: str | None = None
 
 
@@ -68,7 +69,8 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     """How many ranks hold the same elements of a gradient: the number of all ranks, divided by the
     size of each group whose ranks hold different elements. (Ranks of cp, as those of dp, hold the
-    same gradient after the sums. Step 6: two stages hold a tied matrix, so twice as many ranks.)
+    same gradient after the sums. Step 6: two stages hold a tied matrix, so twice as many ranks as
+    hold a matrix of one stage.)
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 8 / 8 = 1 with
     ZeRO. In step 4, with tp 2 and dp 4, q_proj.weight is sharded over tp, and a norm's weight is
@@ -78,7 +80,7 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
         without ZeRO         8 / 2 = 4        8
         with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
 
-    In step 7, with 16 ranks and ep 8, an expert without ZeRO: 16 / 8 = 2.
+    In step 7, with 16 ranks, pp 1 and ep 8, an expert without ZeRO: 16 / 8 = 2.
     """
     copies = mesh.world
     if zero:  # each rank of this group has a different part
@@ -115,14 +117,18 @@ def note_record(param: Tensor, **changes: Any):
     """Change fields of a parameter's record. Steps 4 to 7 note in it what they change; initial
     weights, sums of gradients, ZeRO, the global norm and checkpoints follow it.
 
-    In step 4 with sequence parallelism, on the first of two ranks of tp:
+    On the first rank of two, with sequence parallelism:
 
-        parameter, its full shape    shard                 partial_over
-        q_proj.weight [128, 128]     dim 0 over tp: 0-63   None
-        a norm's weight [128]        None                  "tp"
+        step  parameter, its full shape     data_group     shard                partial_over
+        4     q_proj.weight [128, 128]      "dp"           dim 0 over tp: 0-63  None
+        4     a norm's weight [128]         "dp"           None                 "tp"
+        5     each                          "data"         as before            as before
+        6     a tied matrix on two stages   "data"         dim 0 over tp        "ends"
+        7     eight experts' [8, 352, 128]  "expert_data"  dim 0 over ep: 0-3   None
+        7     a router's weight [8, 128]    "data"         None                 "tp"
 
-    The gradient of a norm must also be summed over tp, because the ranks of tp have different
-    tokens of a sequence.
+    The gradients of norms and routers must also be summed over tp, because the ranks of tp have
+    different tokens of a sequence.
     """
     param.parallel_record = replace(record_of(param), **changes)
 

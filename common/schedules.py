@@ -92,10 +92,10 @@ def interleaved(p: int, m: int, v: int, rank: int) -> list[Action]:
         raise UserError(
             f"--schedule interleaved: --pp {p} must divide the {m} micro-batches of a rank"
         )
-    # If messages took no time, (v-1) p + (p-1-rank) would be enough: the first round through the
-    # v-1 earlier stages, then 1F1B's warm-up. Like Megatron-LM we take 2 (p-1-rank), so
-    # that a rank has work while messages travel. The price is more forwards in flight: rank 0 of 2,
-    # with v = 2, has 5 instead of 4
+    # If messages took no time, (v-1) p + (p-1-rank) would be enough for the same bubble: the first
+    # round through the v-1 earlier stages, then 1F1B's warm-up. Like Megatron-LM we take (v-1) p +
+    # 2 (p-1-rank), so that a rank has work while messages travel. The price is more forwards in
+    # flight: rank 0 of 2, with v = 2, has 5 instead of 4
     return order_with_warm_up(p, m, v, rank, warm_up=(v - 1) * p + 2 * (p - 1 - rank))
 
 
@@ -212,8 +212,8 @@ def add_messages(
 
     MESSAGES CAN DEADLOCK, even if the lists do not. NCCL runs the messages of a group one after
     another: a send or a receive that waits for its partner holds up all messages behind it. Let two
-    ranks, with one stage each, follow 1F1B (y1, rank 0's output, is x1, rank 1's input; dx0 is
-    dy0):
+    ranks, with one stage each, follow 1F1B. What rank 0 calls y1, rank 1 calls x1; so also dx0 and
+    dy0:
 
         rank 0    F0, send y0, F1, send y1, receive dy0, B0, ...
         rank 1    receive x0, F0, B0, send dx0, receive x1, F1, ...
@@ -227,10 +227,11 @@ def add_messages(
     The idea: all programs follow one order of all actions and messages. Then no circle of waiting
     ranks can arise (a proof follows the code). The loop goes through all actions in the order in
     which they end in a simulation. It appends each to its rank's program. If another rank needs the
-    output, it appends a send to this program, and a receive to that rank's program.
+    output, it appends a send to this program, and a receive to that rank's program. `costs` only
+    choose the order: with any, all above 0, no rank waits for ever.
 
     Another example: the program of rank 1, of 2, interleaved, for 2 micro-batches. Its stages are 1
-    and 3. (A message has the name of the action that will use it.)
+    and 3.
 
         receive F0.1, receive F1.1, compute F0.1, send F0.2,
         receive F0.3, compute F1.1, send F1.2, receive F1.3, ...
