@@ -17,8 +17,9 @@ from common.model import Decoder, DecoderLayer, summed_cross_entropy
 def run_with_grads_hidden(layer: DecoderLayer, compiled: Callable, *inputs: Tensor) -> Tensor:
     """Run a layer's compiled forward while its parameters have no `.grad`.
 
-    While torch.compile traces a layer (runs it once, to record its operations), it also reads the
-    `.grad` of each weight. It cannot trace one in fp32 of a bf16 weight: a graph break. Step 2's
+    While torch.compile traces a layer (goes through its Python code once, and records its
+    operations), it also looks at the `.grad` of each weight. At an fp32 `.grad` of a bf16 weight it
+    stops: a graph break. Step 2's
     buckets are such gradients, which exist before the first forward. So each `.grad` is put aside
     while the layer runs, and is back before backward adds to it. With --recompute, backward runs
     the forward again, and so calls this function, too.

@@ -25,8 +25,9 @@ small, and works on its share.
 readers.py reads files and data sets. Text becomes bytes, whatever the size of the vocabulary.
 
 MEMORY. Each rank holds all tokens, two bytes for each, and four or more while text is read. Of a
-.bin file of token ids it holds none: the system reads parts of the file when they are used. So
-write a large corpus to such a file first, in the format of readers.py.
+.bin file of token ids it holds none: the system reads parts of the file when they are used. (At the
+start each rank reads all of it once, to find the largest id.) So write a large corpus to such a
+file first, in the format of readers.py.
 """
 
 import hashlib

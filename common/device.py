@@ -15,8 +15,8 @@ def choose_device(config: Any) -> tuple[torch.device, torch.dtype]:
     """This process's device and dtype, by --device and --dtype.
 
     --device auto: this process's GPU if PyTorch sees any, else the CPU. --dtype auto: bf16 if that
-    GPU has it, else fp32. Raises UserError if --device cuda, or auto where PyTorch sees GPUs, finds
-    none for this process.
+    GPU has it, else fp32. Raises UserError if this process should have a GPU, but there is none for
+    it.
     """
     kind = config.device
     if kind == "auto":

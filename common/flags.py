@@ -15,7 +15,7 @@ of RunConfig (run.py). `config.steps` is then an int. The values of --optimizer 
 dict OPTIMIZERS. In --help, the first line of the class's docstring is the title of its flags.
 
 From step 2 on: NEEDS. Some flags have an effect only with certain values of other flags. In step 2,
-for example, this one (here shortened) needs --sync bucket:
+for example, this one (here without its second need, of step 3) needs --sync bucket:
 
     bucket_mb: float = flag(1.0, "largest gradient bucket", needs={"sync": ["bucket"]})
 

@@ -156,10 +156,11 @@ def check_torchrun():
         raise UserError(
             f"{names} is set, but not {' '.join(missing)}: use torchrun, or first unset {names}"
         )
-    # With --max-restarts, torchrun starts all ranks again if one fails. By default all attempts
-    # share one key-value store of torchrun, which still has the old ranks' addresses: the new ranks
-    # cannot connect. With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 makes a new store for each
-    # attempt; torchrun then sets TORCHELASTIC_USE_AGENT_STORE to "False"
+    # With --max-restarts, torchrun starts all ranks again if one fails. Ranks find one another by a
+    # table of addresses, torchrun's store. By default all starts share one store, which still has
+    # the old ranks' addresses: the new ranks cannot connect. With
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 makes a new store for each start; torchrun then
+    # sets TORCHELASTIC_USE_AGENT_STORE to "False"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
         raise UserError(

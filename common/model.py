@@ -75,7 +75,7 @@ def rope_tables(
     """Cosines and sines of RoPE (Su et al., "RoFormer"). Pair j is the channels j and j +
     head_dim/2 of a head. At position p it is turned by the angle p x theta^(-2 j / head_dim), if
     `rope_scaling` is 1. So a query and a key are turned by angles that differ in proportion to the
-    distance of their positions, and their product depends only on this distance.
+    distance of their positions: of the two positions, only this distance enters their product.
 
     positions int64 [seq] -> two tensors [seq, 1, head_dim], in `dtype`, which is fp32 or wider. The
     axis of size 1 is broadcast over the heads.

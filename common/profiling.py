@@ -15,8 +15,8 @@ Look for these named ranges:
     F0.1, B0.1                    steps 6 and 7: forward and backward of micro-batch 0 through stage
                                   1 (both count from 0)
 
-On a CPU a wait's range is as long as the wait. On a GPU it is short, because Python goes on. Look
-for a gap in the GPU's stream of kernels, which waits instead.
+On a CPU a wait's range is as long as the wait. On a GPU it is short, because Python goes on, and
+the GPU waits instead: look for a gap between its kernels.
 """
 
 from pathlib import Path

@@ -33,8 +33,8 @@ class Ranks:
                 self.group = dist.new_group(backend="gloo")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All ranks' values, by rank. `value`: anything that can be pickled. It takes about a
-        millisecond: use it for decisions, not for tensors.
+        """All ranks' values, by rank. `value`: anything that can be pickled. It takes a
+        few milliseconds: use it for decisions, not for tensors.
         """
         if self.world == 1:
             return [value]
@@ -56,6 +56,9 @@ class Ranks:
         """Call action(*args) on all ranks, or with `only_on_rank_0` on rank 0 alone. If it raises
         OSError on any, raise UserError on all: `what`, and the message of the lowest rank that
         failed. Any other error ends this rank; the others wait, until torchrun ends them.
+
+        For example, if rank 1's disk is full, ranks.attempt("--out a: cannot save", write, path)
+        raises on all ranks "--out a: cannot save: rank 1: No space left on device".
         """
         problem = ""
         try:

@@ -16,7 +16,7 @@ for tiny in fp32 on two ranks with --tp 2:
     4 x                 one in each of 4 layers; bytes are those of one
     dim 0 over tp 2     dimension 0 is cut into 2 parts, one for each rank of tp (257 rows become
                         129 and 129: the second rank's last row is padding)
-    [...]               "gradient summed over": groups of more than one rank
+    [...]               "gradient summed over": groups of more than one rank (dp has one here)
 """
 
 import json

@@ -1,18 +1,18 @@
 """Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
 
 A flag that decides what is computed must stay the same, for example those of the model, the batch
-and the learning rate, and --steps, on which the learning rate depends. If one has changed, the run
+and the learning rate, and --steps, on which the learning rate depends. (To train longer, start a
+run with more steps: this one's learning rate has fallen to a tenth.) If one has changed, the run
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
-FREE lists the flags that may change: where a run reads its tokens, what it writes, when it gives
-up, where and in which dtype it computes, how the ranks divide the work, what they keep in memory.
-Except --dtype, these flags change the results at most by rounding, which in step 7 may choose
-another expert. Another --dtype changes more: with bf16 the losses differ visibly. --dtype auto
-means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give the saved run's
---dtype. Two flags have a condition:
+FREE lists the flags that may always change: where a run reads its tokens, what it writes, when it
+gives up, where and in which dtype it computes, how the ranks divide the work, what they keep in
+memory. Except --dtype, these flags change the results at most by rounding, which in step 7 may
+choose another expert. Another --dtype changes more: with bf16 the losses differ visibly. --dtype
+auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give the saved
+run's --dtype. --dataset may be another path, but to the same tokens: their fingerprint is compared.
 
-    --dataset            may be another path, but to the same tokens: their fingerprint is compared
-    --micro-batch-size   may change, unless experts have an auxiliary loss: see `may_differ`
+--micro-batch-size is not in FREE: `may_differ` adds it, unless experts have an auxiliary loss.
 
 A run of one of steps 1 to 6 may be resumed by the script of another of these. A flag that only one
 of the two has is not compared.
@@ -62,7 +62,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
     `resume`             what it selects
     "auto"               the newest sound one in --out; None if --out has no checkpoint
-    ""                   None
+    ""                   None, if --out has no checkpoints
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
@@ -73,8 +73,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     if resume == "auto":
         return find_sound(out, ranks)
     existing = candidates(out, ranks)
-    # For "", for another run, and for an older checkpoint in --out, beside which newer ones would
-    # stay
+    # The error in three cases: --resume is not given; it names another run; or it names an older
+    # checkpoint of --out, so that newer ones would stay beside this run's
     refusal = (
         f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
         "another --out"

@@ -125,7 +125,8 @@ class Run:
                                      parameters
             during a step            watches that it does not hang (--timeout)
             after some steps         saves a checkpoint (--save-every), or writes a trace
-            after a signal           saves a checkpoint at the end of the step, and ends
+            after a signal           saves a checkpoint at the end of the step, and ends (of the
+                                     next step, if the signal comes while a checkpoint is saved)
             at the end               draws loss.png
 
         `mesh`: from step 2 on. `others`, such as the sync, are kept for a subclass: `Run` itself
@@ -291,7 +292,7 @@ class Run:
     def take_sent(self) -> dict[str, int]:
         """By group, the bytes sent by this rank since the last call, as comm.py counts them."""
         sent: Counter = Counter()
-        for (group, _), nbytes in self.mesh.sent.items():
+        for (group, _), nbytes in self.mesh.sent.items():  # _: which call sent them
             sent[group] += nbytes
         self.mesh.sent.clear()
         return dict(sent)

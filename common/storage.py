@@ -62,8 +62,12 @@ def remove_older(folder: Path, previous: Path):
 
     A checkpoint newer than `previous` may be one that could not be read. It stays until `previous`
     has a higher number: perhaps the disk failed only for a moment. For example, a run that could
-    not read step 100 resumes from 50 with --save-every 40, and saves 80, 120 and 160: 100 goes when
-    160 is saved.
+    not read step 100 resumes from 50 with --save-every 40:
+
+        saved    previous    then there are
+        80       50          50 80 100
+        120      80          80 100 120
+        160      120         120 160
     """
     paths = checkpoints_of(folder.parent)  # newest first
     resolved = [path.resolve() for path in paths]
@@ -171,9 +175,9 @@ def problem_of(paths: list[Path], ranks: Ranks) -> str:
         try:
             with zipfile.ZipFile(path) as archive:
                 broken = archive.testzip()  # compares checksums
-            content = read_file(path)
             if broken:
                 return f"{path.name} is damaged"
+            content = read_file(path)
             if (content["rank"], content["ranks"]) != (number, len(paths)):
                 return f"{path.name} is of another checkpoint, or another file is missing"
         except Exception as error:  # of almost any type, if bytes are random

@@ -6,7 +6,8 @@ a checkpoint, and exit with status 0.
 
     sent to a rank               what happens
     the first signal             all ranks save, and end
-    a Ctrl-C after it            the rank ends at once, without saving
+    a Ctrl-C after it            the rank ends at once, without saving (if it has noted the first,
+                                 which it does not in a collective)
     SIGTERM after Ctrl-C         the same (torchrun sends it for a second Ctrl-C)
     a later SIGTERM, SIGUSR1     nothing
 
