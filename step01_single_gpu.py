@@ -20,7 +20,8 @@ which brings it down to this limit. The norm is known only after the last micro-
 TINY, the default --model, is the example in the formulas of all steps, their *laws*: 4 layers; dim
 128; 8 query heads of head_dim 16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352;
 a vocabulary of 257 (256 bytes, and END, the token that ends a document); sequences of 256 tokens;
-804,224 parameters. A parameter is here one number; in the code it is a tensor, such as a matrix.
+804,224 parameters. (When we count parameters, we count numbers. In the code a parameter is a
+tensor, such as a matrix.)
 
 PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. If an update adds 0.003
 (the peak --lr) to a weight of 1, the result is rounded to 1 again; and a large sum of gradients
@@ -38,8 +39,8 @@ gradient and of its square. Bytes for each parameter:
 RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. A layer
 (common/model.py) computes
 
-    y = x + attention(norm(x))
-    z = y + down_proj(silu(gate) * up), where gate and up are products with norm(y)
+    h = x + attention(norm(x))
+    z = h + down_proj(silu(gate) * up), where gate and up are products with norm(h)
 
 On a GPU in bf16, it saves for each token
 
@@ -53,9 +54,9 @@ On a GPU in bf16, it saves for each token
     n_heads + 2             log sum exp(scores) of each head, 1 / rms of each RMSNorm  10
 
 Together they take 2 x 2,304 + 4 x 10 = 4,648 bytes for each token and layer. (The backward of an
-RMSNorm needs its input, that of the next matrices its output.) Attention's probabilities are not
-saved: backward computes them again from log sum exp. (With --compile, the compiler chooses what is
-saved.)
+RMSNorm needs its input, that of the next matrices its output.) Fused attention (FlashAttention)
+never stores the probabilities, [seq, seq] for each head: backward computes them again from log sum
+exp(scores). (With --compile, the compiler chooses what is saved.)
 
 On a CPU a run is in fp32 by default, so all these numbers have 4 bytes, 4 x (2,304 + 10). There
 each RMSNorm also saves its input divided by the rms, 2 x 128 x 4: together 10,280 bytes for each
@@ -64,10 +65,22 @@ token.
 With --recompute full (activation checkpointing, Chen et al. 2016) a layer saves only its input, dim
 numbers (tiny in bf16: 256 bytes), and backward repeats its forward. So the numbers of the table
 exist for one layer at a time. The repetition stops as soon as it has silu(gate) * up, the input of
-down_proj: backward does not need down_proj's output, which is only added to y.
+down_proj: backward does not need down_proj's output, which is only added to h.
 
-FLOPs OF A TOKEN (this can wait), of matrix products alone. Each weight of a matrix costs 6: 2 in
-forward (multiply, add), and 4 in backward (2 for the gradient of the input, 2 for that of the
+Run it:    python step01_single_gpu.py
+You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to below
+2, on two CPU cores in about three minutes.
+
+PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights stay fp32, without
+masters, and each forward casts the weights of matrix products to bf16. Recomputation here is
+PyTorch's own: torch.utils.checkpoint. torch.nn.utils.clip_grad_norm_ computes the norm and clips.
+
+Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum().clamp(min=1) * len(xs)`:
+the mean of means. tests/test_step01.py::test_train fails where micro-batches have different numbers
+of targets. On the default data they have equally many, and the losses stay the same.
+
+FLOPs OF A TOKEN, of matrix products alone (this section can wait). Each weight of a matrix costs 6:
+2 in forward (multiply, add), and 4 in backward (2 for the gradient of the input, 2 for that of the
 weight). In causal attention a token attends to about seq/2 tokens on average, so that one matrix
 product costs 2 x dim x seq/2 = seq x dim for each token. There are seven such products:
 
@@ -88,18 +101,6 @@ down_proj's:
 
 (If a GPU's peak is known, the progress bar shows the MFU: the FLOPs of a second, divided by the
 peak. What is repeated does not count.)
-
-Run it:    python step01_single_gpu.py
-You should see the loss fall from 5.6 (a guess among 256 bytes and END costs ln 257 = 5.55) to 2, on
-two CPU cores in about three minutes.
-
-PyTorch's own way: under torch.autocast(device_type, torch.bfloat16) weights stay fp32, without
-masters, and each forward casts the weights of matrix products to bf16. Recomputation here is
-PyTorch's own: torch.utils.checkpoint. torch.nn.utils.clip_grad_norm_ computes the norm and clips.
-
-Try this: in `train`, divide not by `n_targets` but by `(y != IGNORE).sum().clamp(min=1) * len(xs)`:
-the mean of means. tests/test_step01.py::test_train fails where micro-batches have different numbers
-of targets. On the default data they have equally many, and the losses stay the same.
 """
 
 import math
@@ -334,7 +335,8 @@ def train(config: Config, run: Run):
         lr = learning_rate(step, config)
         optimizer.step(lr)
         optimizer.zero_grad()
-        # On a GPU `item` waits until the update is done, so that the step's seconds are right
+        # On a GPU `item` waits for all that was launched before, also the update: so the step's
+        # seconds are right
         run.record(step, tokens.numel(), loss=loss.item(), grad_norm=norm, lr=lr)
 
 

@@ -9,8 +9,8 @@ sharded data parallelism), also weights. With --zero 0, as in step 2, nothing is
 
 WHY IN THIS ORDER? State is sharded first, because it is the largest part, and sharding it adds
 almost no traffic. An all-reduce is a reduce-scatter and then an all-gather; stage 1 makes the
-update between the two. In bf16 it even sends less than step 2: the gathered weights have 2 bytes,
-not 4.
+update between the two. In bf16 it even sends less than step 2: the second half carries weights of 2
+bytes, not gradients of 4.
 
 Gradients are next. A rank then no longer has room to add up whole gradients over micro-batches, so
 each micro-batch has a reduce-scatter of its own.
@@ -61,7 +61,8 @@ This is at the update. During forward and backward, stages 2 and 3 also hold the
 at most two units, stage 3 the whole weights of two units; and in every stage there are the
 activations of the rank's own sequences.
 
-WHAT IS SENT. Let
+WHAT IS SENT. With one micro-batch, stages 0, 1 and 2 send about twice as many elements as the model
+has, and stage 3 three times as many. In detail, let
 
     n    be the number of ranks
     m    the number of micro-batches that a rank has in a training step
@@ -404,12 +405,11 @@ class ShardedUnit(Unit):
     `flat`.
 
     This can wait: a gather writes into memory that autograd has saved for backward. It does no
-    harm: shards
-    change only after backward, so it writes the same values again. But autograd has a check for it.
-    Each tensor counts the writes to it, together with its views; if a saved tensor's count has
-    changed since forward, backward raises an error. Here the check does not see the gather, because
-    a parameter has a count of its own: `param.data = ...` in `Unit` has given it memory of `flat`,
-    but not the count of `flat`.
+    harm: shards change only after backward, so it writes the same values again. But autograd has a
+    check for it. Each tensor counts the writes to it, together with its views; if a saved tensor's
+    count has changed since forward, backward raises an error. Here the check does not see the
+    gather, because a parameter has a count of its own: `param.data = ...` in `Unit` has given it
+    memory of `flat`, but not the count of `flat`.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):
@@ -557,7 +557,7 @@ class Zero3(Zero2):
             unit.shard.copy_(unit.master)
 
 
-# --zero -> its class. None: the classes of steps 1 and 2 are used
+# --zero -> its class. "0": `make_weights_and_optimizer` uses the classes of steps 1 and 2
 ZERO: dict[str, Callable[..., Zero1] | None] = {"0": None, "1": Zero1, "2": Zero2, "3": Zero3}
 
 

@@ -28,10 +28,13 @@ AN EXAMPLE, without h: x = [1 2], two ranks.
 
 So forward needs one all-reduce, of the block's output y. Backward needs one too, of dx, the
 gradient of x. Let dy be that of y, the same on all ranks. y is the sum of x A_i B_i, so dx is the
-sum of dy B_i^T A_i^T, of which each rank computes one term. With dy = [1 1], rank 0's term is 1 *
-[1 2], rank 1's 4 * [3 4], and their sum [13 18]. Two operators do this, to which Shoeybi et al.
-gave names: *f* is where x enters the block, and sums dx in backward; *g* is where y leaves it, and
-sums the terms in forward. In attention, for tiny's 8 query heads and 4 key/value heads:
+sum of dy B_i^T A_i^T, of which each rank computes one term. With dy = [1 1], rank 0 has dy B_0^T =
+[1 1] dot [1 0] = 1, so its term is 1 * [1 2]; rank 1 has [1 1] dot [1 3] = 4, and 4 * [3 4]. Their
+sum is [13 18].
+
+F AND G. Two operators do this, to which Shoeybi et al. gave names: *f* is where x enters the block,
+and sums dx in backward; *g* is where y leaves it, and sums the terms in forward. In attention, for
+tiny's 8 query heads and 4 key/value heads:
 
              .- f -> q heads 0-3, k v heads 0-1 -> attention -> o_proj, their rows -> g -.  rank 0
     x whole -|                                                                           |-> output
@@ -64,7 +67,7 @@ In Korthikanti et al. this f has the name g, and this g the name g-bar.
 
 MEMORY. Even without SP, most of what a layer saves is divided by n. A rank also has 1/n of each
 matrix, of its gradient and of its state. Not divided are mainly the inputs and outputs of the two
-norms, the first row of step 1's table, for each token of the sequence:
+norms, the first row of step 1's table (4 dim of tiny's 18 dim), for each token of the sequence:
 
                                without SP    with SP
     inputs of the two norms    2 dim         2 dim/n
