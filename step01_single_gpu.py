@@ -17,18 +17,19 @@ is 10 / 4 = 2.5, but the mean of the two means 1 and 3 is 2.
 CLIP. If the norm of all gradients together exceeds --grad-clip, all are multiplied by one factor,
 which brings it down to this limit. The norm is known only after the last micro-batch.
 
-TINY, the default --model, is the example in the formulas of all steps, their *laws*: 4 layers; dim
-128; 8 query heads of head_dim 16, and 4 heads of keys and values (kv_dim 4 x 16 = 64); ffn_dim 352;
-a vocabulary of 257 (256 bytes, and END, the token that ends a document); sequences of 256 tokens;
-804,224 parameters. (When we count parameters, we count numbers. In the code a parameter is a
-tensor, such as a matrix.)
+TINY, the default --model. (Each step has *laws*, formulas of bytes or FLOPs, and their example is
+always tiny.) It has 4 layers; dim 128; 8 query heads of head_dim 16, and 4 heads of keys and values
+(kv_dim 4 x 16 = 64); ffn_dim 352; a vocabulary of 257 (256 bytes, and END, the token that ends a
+document); sequences of 256 tokens; 804,224 parameters. (When we count parameters, we count numbers.
+In the code a parameter is a tensor, such as a matrix.)
 
 PRECISION. bf16 has 8 significant bits: the next number above 1 is 1.0078. If an update adds 0.003
-(the peak --lr) to a weight of 1, the result is rounded to 1 again; and a large sum of gradients
-loses its small terms. Therefore gradients of bf16 weights add up in fp32, and AdamW updates
-*masters*, fp32 copies of the weights (as Micikevicius et al. 2017 did for fp16). By default weights
-are bf16 on a GPU that has it, else fp32 (--dtype). AdamW's *moments* are running averages of the
-gradient and of its square. Bytes for each parameter:
+(AdamW's updates are about as large as the learning rate, at most --lr) to a weight of 1, the result
+is rounded to 1 again; and a large sum of gradients loses its small terms. Therefore gradients of
+bf16 weights add up in fp32, and AdamW updates *masters*, fp32 copies of the weights (as
+Micikevicius et al. 2017 did for fp16). By default weights are bf16 on a GPU that has it, else fp32
+(--dtype). AdamW's *moments* are running averages of the gradient and of its square. Bytes for each
+parameter:
 
     weight   gradient   master   moments     all
        2        4          4       4 + 4     18    here, in bf16; tiny: 804,224 x 18 = 14.5 MB
@@ -36,8 +37,8 @@ gradient and of its square. Bytes for each parameter:
        2        2          4       4 + 4     16    16-bit gradients, as in the ZeRO paper
        2      2 + 4        4       4 + 4     20    fp32 gradients, kept beside the 16-bit ones
 
-RECOMPUTATION. Backward needs numbers from forward, the *activations*, which autograd saves. A layer
-(common/model.py) computes
+RECOMPUTATION. Of the *activations*, the tensors of forward, autograd saves those that backward
+needs. A layer (common/model.py) computes
 
     h = x + attention(norm(x))
     z = h + down_proj(silu(gate) * up), where gate and up are products with norm(h)
@@ -46,7 +47,7 @@ On a GPU in bf16, it saves for each token
 
     how many numbers        of what                                                  tiny
     4 dim                   inputs and outputs of the two RMSNorms                    512
-    2 dim                   queries, and the output of attention                      256
+    2 dim                   queries, and the input of o_proj                          256
     2 kv_dim                keys, values                                              128
     4 ffn_dim               gate, up, silu(gate), silu(gate) * up                   1,408
                                                                              sum    2,304
@@ -99,8 +100,8 @@ down_proj's:
 
     4 layers x (2 x (184,320 - 45,056) + 2 x 256 x 128) = 1,376,256 FLOPs, a quarter more
 
-(If a GPU's peak is known, the progress bar shows the MFU: the FLOPs of a second, divided by the
-peak. What is repeated does not count.)
+(If a GPU's peak is known, the progress bar shows the MFU: the FLOPs needed per second, divided by
+the peak. What --recompute repeats does not count.)
 """
 
 import math

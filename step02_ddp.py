@@ -20,7 +20,7 @@ computed in one place, and then copied.
 
 THREE WAYS TO SUM:
 
-    --sync naive     after the last backward, one blocking all-reduce per parameter
+    --sync naive     after the last backward, one all-reduce per parameter, each waited for
     --sync ring      the same, with the all-reduce written out below (to read: it is slower)
     --sync bucket    the default: a few large all-reduces, which start during the last backward
 

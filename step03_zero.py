@@ -13,7 +13,7 @@ update between the two. In bf16 it even sends less than step 2: the second half 
 bytes, not gradients of 4.
 
 Gradients are next. A rank then no longer has room to add up whole gradients over micro-batches, so
-each micro-batch has a reduce-scatter of its own.
+each micro-batch has reduce-scatters of its own.
 
 Weights are last, because they must be gathered for each use. In stage 3 a rank gathers a layer
 before its forward, frees it afterwards, and gathers it again for its backward. While one layer
@@ -61,8 +61,8 @@ This is at the update. During forward and backward, stages 2 and 3 also hold the
 at most two units, stage 3 the whole weights of two units; and in every stage there are the
 activations of the rank's own sequences.
 
-WHAT IS SENT. With one micro-batch, stages 0, 1 and 2 send about twice as many elements as the model
-has, and stage 3 three times as many. In detail, let
+WHAT IS SENT. With one micro-batch and many ranks, a rank sends in stages 0, 1 and 2 nearly twice as
+many elements as the model has, and in stage 3 nearly three times as many. In detail, let
 
     n    be the number of ranks
     m    the number of micro-batches that a rank has in a training step
@@ -148,10 +148,10 @@ class Unit:
 
     Shards may begin and end inside a matrix: above, o.. is the first part of o, and ..o its rest.
 
-    Another example, with o on three ranks: shards have 10 elements, and o is elements 6 to 24 of
-    the buffer. Rank 2's shard is elements 20 to 29. So of o, rank 2 has elements 20 to 24 of the
-    buffer. They are elements 0 to 4 of its shard (`own_part`), and 14 to 18 of o (`spans` of
-    `Zero1`).
+    Another example, on four ranks: shards have 10 elements, and o, elements 6 to 24 of the buffer,
+    lies on three of them. Rank 2's shard is elements 20 to 29. So of o, rank 2 has elements 20 to
+    24 of the buffer. They are elements 0 to 4 of its shard (`own_part`), and 14 to 18 of o (`spans`
+    of `Zero1`).
 
     A unit has these tensors:
 
@@ -200,8 +200,9 @@ class Unit:
         """This rank's part of a parameter, a view [k] of `own_shard`, which is `shard`, `master` or
         `summed_grad`; k may be 0.
 
-        In the second example above, first and end are 6 and 25 on rank 0 (slicing stops at 10, the
-        end of the shard), 0 and 15 on rank 1, 0 and 5 on rank 2, 0 and 0 on rank 3.
+        In the second example above, o's bounds are (6, 25). first and end are 6 and 25 on rank 0
+        (slicing stops at 10, the end of the shard), 0 and 15 on rank 1, 0 and 5 on rank 2, 0 and 0
+        on rank 3.
         """
         start, stop = self.bounds[name]
         first = max(start - self.shard_start, 0)
@@ -241,11 +242,11 @@ class Zero1:
     step 2's `BucketSync` in a view of a buffer. Here `.grad` lives only until the hook has added
     it, so that stages 2 and 3 can free a unit's `local_grad` as soon as it has been summed.)
 
-    All ranks must start their reduce-scatters in one order. On all of them H is complete first,
-    then layer 1, then layer 0: of the operations that are ready, autograd runs the one that came
-    last in forward. Layer 1's came after layer 0's, so its weight gradients are there before layer
-    0's backward begins. So a complete unit can be sent at once. (Step 2's buckets do not rely on
-    this: a complete one waits for those before it.)
+    A complete unit can be sent at once. All ranks must start their reduce-scatters in one order,
+    and they do. On all of them H is complete first, then layer 1, then layer 0: of the operations
+    that are ready, autograd runs the one that came last in forward. Layer 1's came after layer 0's,
+    so its weight gradients are there before layer 0's backward begins. (Step 2's buckets do not
+    rely on this: a complete one waits for those before it.)
     """
 
     unit_type = Unit  # stage 3 has another
@@ -327,7 +328,9 @@ class Zero1:
         self.complete_sums()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter's gradient, by name; the part may be empty."""
+        """This rank's part of each parameter's gradient, by name: a view of `summed_grad`, so that
+        clipping changes it in place. It may be empty.
+        """
         parts = {}
         for unit in self.units:
             for name in unit.named:
@@ -460,7 +463,7 @@ class Zero3(Zero2):
     804,224 - 65,920) + 2 x 804,224) = 3,520,128 elements: the gathers, and 2 x 804,224 for the
     reduce-scatters. In fp32 that is 14,080,512 bytes, and 6 for the loss.
 
-    With --keep, units stay whole until the update (see `Config`).
+    With --keep, which is off by default, units stay whole until the update (see `Config`).
     """
 
     unit_type = ShardedUnit

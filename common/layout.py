@@ -68,9 +68,7 @@ def global_norm(model: Decoder, gradients: dict[str, Tensor], mesh: Mesh, zero: 
 
 def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
     """How many ranks hold the same elements of a gradient: the number of all ranks, divided by the
-    size of each group whose ranks hold different elements. (Ranks of cp, as those of dp, hold the
-    same gradient after the sums. Step 6: two stages hold a tied matrix, so twice as many ranks as
-    hold a matrix of one stage.)
+    size of each group whose ranks hold different elements.
 
     In step 3, on 8 ranks of dp: 8 without ZeRO, because all hold the whole gradient; 8 / 8 = 1 with
     ZeRO. In step 4, with tp 2 and dp 4, q_proj.weight is sharded over tp, and a norm's weight is
@@ -80,7 +78,9 @@ def copies_of(record: ParamRecord, mesh: Mesh, zero: bool) -> int:
         without ZeRO         8 / 2 = 4        8
         with ZeRO over dp    8 / 4 / 2 = 1    8 / 4 = 2
 
-    In step 7, with 16 ranks, pp 1 and ep 8, an expert without ZeRO: 16 / 8 = 2.
+    Step 5: without ZeRO, ranks of cp hold the same gradient after the sums, as those of dp do. Step
+    6: a tied matrix (embedding and head) is on two stages, so twice as many ranks hold it. Step 7:
+    with 16 ranks, pp 1 and ep 8, an expert without ZeRO is on 16 / 8 = 2.
     """
     copies = mesh.world
     if zero:  # each rank of this group has a different part
@@ -103,7 +103,8 @@ class Shard:
     dimension `dim` of a tensor.
 
     Shards are equally long, so the last ones may be padded, or all padding. Of 257 rows on two
-    ranks, the second has start 129, stop 258, full 257: its last row is padding.
+    ranks, the second has start 129, stop 258, full 257: its last row is padding. Of 5 rows on four
+    ranks, the last has start 6, stop 8: all padding.
     """
 
     dim: int
@@ -117,7 +118,7 @@ def note_record(param: Tensor, **changes: Any):
     """Change fields of a parameter's record. Steps 4 to 7 note in it what they change; initial
     weights, sums of gradients, ZeRO, the global norm and checkpoints follow it.
 
-    On the first rank of two, with sequence parallelism:
+    On the first rank of tp 2 (in the last rows of ep 2), with sequence parallelism:
 
         step  parameter, its full shape     data_group     shard                partial_over
         4     q_proj.weight [128, 128]      "dp"           dim 0 over tp: 0-63  None

@@ -16,7 +16,8 @@ for tiny in fp32 on two ranks with --tp 2:
     4 x                 one in each of 4 layers; bytes are those of one
     dim 0 over tp 2     dimension 0 is cut into 2 parts, one for each rank of tp (257 rows become
                         129 and 129: the second rank's last row is padding)
-    [...]               "gradient summed over": groups of more than one rank (dp has one here)
+    [...]               here for the heading "gradient summed over". Groups of one rank, such as dp
+                        here, are left out
 """
 
 import json
@@ -114,9 +115,10 @@ def gather_param_rows(model: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, P
 def introduction(
     device: str, data: str, mesh: Mesh, rows: dict[str, ParamRow], model: nn.Module, optimizer: Any
 ) -> str:
-    """What rank 0 prints before the first step: devices, mesh, what the data are, and how many
-    parameters the model has. With several ranks also the table of parameters, and how many of them
-    rank 0 computes with and updates.
+    """What rank 0 prints before the first step: devices and mesh ("device: 2 x cpu, torch.float32;
+    mesh: dp 1 x tp 2"), what the data are, and how many parameters the model has. With several
+    ranks also the table of parameters, and how many of them rank 0 computes with (with padding) and
+    updates.
     """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     dtype = next(model.parameters()).dtype
@@ -152,8 +154,8 @@ def where_not_finite(gradients: dict[str, Tensor], ranks: Ranks) -> str:
     bad = ""
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
-            # Names are in the order of forward, so the last one stays, which backward has reached
-            # first. If backward made the nan, it is nearest to the cause
+            # Names are in the order of forward. The last bad one stays, because backward reached it
+            # first. (After the sums, all ranks of dp have it; with pp look at the last stage)
             bad = name
     found = []
     for rank, name in enumerate(ranks.all_gather(bad)):

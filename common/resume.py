@@ -1,21 +1,23 @@
 """Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
 
 A flag that decides what is computed must stay the same, for example those of the model, the batch
-and the learning rate, and --steps, on which the learning rate depends. (To train longer, start a
-run with more steps: this one's learning rate has fallen to a tenth.) If one has changed, the run
+and the learning rate, and --steps, on which the learning rate depends. (To train longer, start anew
+with more --steps: the learning rate of this run has fallen to a tenth.) If one has changed, the run
 ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
 FREE lists the flags that may always change: where a run reads its tokens, what it writes, when it
 gives up, where and in which dtype it computes, how the ranks divide the work, what they keep in
 memory. Except --dtype, these flags change the results at most by rounding, which in step 7 may
 choose another expert. Another --dtype changes more: with bf16 the losses differ visibly. --dtype
-auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give the saved
-run's --dtype. --dataset may be another path, but to the same tokens: their fingerprint is compared.
+auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give --dtype
+fp32 or bf16, which the saved run had. --dataset may be another path, but to the same tokens: their
+fingerprint is compared.
 
 --micro-batch-size is not in FREE: `may_differ` adds it, unless experts have an auxiliary loss.
 
-A run of one of steps 1 to 6 may be resumed by the script of another of these. A flag that only one
-of the two has is not compared.
+A run of one of steps 1 to 6 may be resumed by the script of another of these, such as
+`step03_zero.py --resume runs/step02_ddp`. A flag that only one of the two has is not compared.
+(Step 7 has another model.)
 """
 
 from pathlib import Path
@@ -45,14 +47,14 @@ FREE = {
     "sync",
     "bucket_mb",
     "zero",
-    "keep",  # step 3
+    "keep",
     "tp",
     "sp",
     "cp",
     "cp_mode",
     "pp",
     "schedule",
-    "chunks",  # step 6
+    "chunks",
     "ep",
 }
 
@@ -62,7 +64,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
     `resume`             what it selects
     "auto"               the newest sound one in --out; None if --out has no checkpoint
-    ""                   None, if --out has no checkpoints
+    ""                   None; an error if --out has checkpoints
     a run's directory    its newest sound checkpoint
     a checkpoint         that one
 
@@ -73,8 +75,6 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     if resume == "auto":
         return find_sound(out, ranks)
     existing = candidates(out, ranks)
-    # The error in three cases: --resume is not given; it names another run; or it names an older
-    # checkpoint of --out, so that newer ones would stay beside this run's
     refusal = (
         f"--out {out} has checkpoints: set --resume {out} to continue from its newest, or "
         "another --out"
@@ -88,6 +88,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
         raise UserError(f"--resume {resume}: no checkpoint is there")
     if existing:
         newest = existing[0]
+        # Another run, or an older checkpoint of --out, beside whose successors this run would save
         if where.resolve() not in (out.resolve(), newest.resolve()):
             raise UserError(refusal)
     return find_sound(where, ranks)
@@ -95,7 +96,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
-    two of compare.py. `flags`: those of one of the two (compare.py asks for both).
+    two of compare.py. `flags`: those of one of the two. (That is enough to resume, because
+    --balance must stay.)
     """
     # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
     # none or bias

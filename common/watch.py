@@ -2,20 +2,21 @@
 a step takes longer than --timeout, the process ends at once.
 
 SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks finish the step, save
-a checkpoint, and exit with status 0.
+a checkpoint, and exit with status 0. A rank only notes a signal. After each step `Run.steps`
+gathers whether any rank has noted one.
 
     sent to a rank               what happens
     the first signal             all ranks save, and end
-    a Ctrl-C after it            the rank ends at once, without saving (if it has noted the first,
-                                 which it does not in a collective)
-    SIGTERM after Ctrl-C         the same (torchrun sends it for a second Ctrl-C)
-    a later SIGTERM, SIGUSR1     nothing
+    then Ctrl-C                  the rank ends at once, without saving. (While it waits in a
+                                 collective, it has not yet noted the first: then nothing happens)
+    SIGTERM after Ctrl-C         the same
+    any other later signal       nothing
 
-Signals are usually sent to torchrun. It must pass them on to the ranks:
+With torchrun the ranks do not get the terminal's Ctrl-C themselves, because each has a session of
+its own. torchrun passes signals on:
 
     sent to torchrun             what torchrun does
-    Ctrl-C                       passes it on; a second one becomes SIGTERM
-    SIGTERM                      passes it on
+    Ctrl-C, SIGTERM              passes it on. A second one reaches the ranks as SIGTERM
     SIGUSR1                      kills torchrun, and the ranks go on. With the flag below, it is
                                  passed on
     SIGHUP (the terminal is      passes it on: the ranks end without saving. tmux prevents it, nohup
@@ -51,15 +52,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 @contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """A context in which Ctrl-C, SIGTERM and SIGUSR1 are only noted, in the list that it yields, so
-    that the run can save.
+    """A context in which the first Ctrl-C, SIGTERM or SIGUSR1 is only noted, in the list that it
+    yields, so that the run can save. Later ones: see the table above.
 
     Python runs a handler only between its own instructions. So while a rank waits in a collective,
-    which is C++ code, a signal waits, too. When the first has been noted, Ctrl-C has no handler any
-    more: a second one ends the process at once.
+    which is C++ code, a signal waits, too. When the first has been noted, Ctrl-C has the system's
+    default action: it ends the process at once, without a KeyboardInterrupt.
 
-    Without an earlier Ctrl-C, this rank does not end by SIGTERM: torchrun sends it when a hang has
-    ended another rank, and this one must live on to print its own stacks.
+    If a time limit has ended one rank, torchrun sends SIGTERM to the others, which must live on to
+    print their own stacks. So SIGTERM ends a rank only after a Ctrl-C.
     """
     noted: list[int] = []
 
@@ -91,7 +92,8 @@ def time_limit(seconds: float, out: Path) -> Iterator[None]:
 
     Only steps are timed, not the start or saving. PyTorch has limits of its own for a wait in one
     collective: 10 minutes with NCCL, 30 with gloo. --timeout is 10 minutes by default. It comes
-    first, because its time begins with the step. A larger one does not change PyTorch's limits.
+    first, because its time begins with the step. A larger one does not change PyTorch's limits:
+    then PyTorch ends the run, without these stacks.
 
     The timer is a thread of its own. It also runs while the main thread waits in a collective,
     which releases the GIL.

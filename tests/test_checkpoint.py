@@ -57,6 +57,7 @@ def saved_pieces(whole: Tensor, cut: tuple, n: int) -> dict[Place, dict[str, Ten
 
 
 CUTS = {
+    # The dimension of a 10 x 7 tensor that tp cuts, and the ranks of tp
     "not cut": (0, 1),
     "rows": (0, 2),
     "columns, with padding": (1, 2),

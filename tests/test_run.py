@@ -201,16 +201,18 @@ def test_ranks_with_other_cpus_are_named():
         compare_launches()
 
 
-def train_with_other_flags_on_rank_1(flags: dict):
+def train_with_this_on_rank_1(flags: dict):
     """Train step 2."""
     run_of("step02_ddp", flags if os.environ["RANK"] == "1" else {})
 
 
 @cases("name, value", [("dataset", f"{ROOT}/requirements-dev.txt"), ("dtype", "fp32")])
 def test_ranks_with_other_data_or_another_dtype_are_named(pools, name, value):
-    """One line names the flag, and the rank."""
+    """Before the first step `Run.set_up` compares tokens (by fingerprint) and dtypes of all ranks:
+    they may differ although the commands are equal. One line names the flag, and the rank.
+    """
     with pytest.raises(RankError, match=f"--{name}: .* on rank 1, but .* on rank 0"):
-        pools(2).run(train_with_other_flags_on_rank_1, {name: value})
+        pools(2).run(train_with_this_on_rank_1, {name: value})
 
 
 class Poisoned(Watch):
@@ -343,7 +345,7 @@ def test_compare_refuses_what_it_cannot_judge(n_1, n_2, text):
         compare.compare(ONE[:n_1], ONE[:n_2], 20, 1e-3)
 
 
-def test_compare_finds_a_number_that_is_not_finite(capsys):
+def test_compare_finds_a_nan(capsys):
     """nan is above every bound."""
     close(compare.compare(ONE, [dict(ONE[0], loss=math.nan)], 1, 1e-3), False, "within the bound")
     assert "first above 0.001 in step 1" in capsys.readouterr().out

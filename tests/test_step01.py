@@ -298,8 +298,9 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
 
 @task("masters", 4)
 def test_an_update_changes_weights_in_place():
-    """Gradients x 4, as by clipping, at rate 0.5: 2 is subtracted, in the same memory. zero_grad
-    then frees all gradients. Without gradients, as after --resume, masters are still published.
+    """Weights of 0.02 in bf16, gradients of 1. They are scaled in place, as clipping does, here by
+    4; at rate 0.5, without decay, 2 is subtracted, in the same memory. zero_grad then frees all
+    gradients. Without gradients, as after --resume, masters are still published.
     """
     model = two_params()
     addresses = [param.data_ptr() for param in model.values()]
