@@ -45,7 +45,7 @@ HAS = [  # page, a regular expression that its text contains
     *((here, f'class=next><a href="{following}.html"') for here, following in pairwise(FILES)),
     ("step02_ddp", r"<span class=added>\+ +mesh = Mesh\(dp=n_ranks\)\n"),
     ("step02_ddp", r"<span class=same> +micro_loss.backward\(\)\n"),
-    ("step03_zero", r"<p class=minutes>45 minutes</p>"),
+    ("step03_zero", r"<p class=minutes>55 minutes</p>"),
     ("step03_zero", r"(?s)<section id=pytorchs-own>.*fully_shard"),
     ("step04_tp_sp", r'"before g": \[\["partial \[1, 16, 16\]"\]'),  # with SP, too
     ("step05_cp_ring", r"\(3 \* 10 \+ 1 \* 2\) / 4 = 8"),  # a product in a docstring, no emphasis
