@@ -167,7 +167,7 @@ KEPT = [
 def test_keep_layers(tied, layers, others, copies):
     """A rank keeps its layers, with layer 0 the embedding, and with the last one the head."""
     kept = {int(layer) for layer in layers}
-    mesh = mock.MagicMock()
+    mesh = mock.MagicMock()  # of three ranks, without processes
     mesh["pp"].size = 3
     model = decoder(partial(step.keep_layers, kept=kept, mesh=mesh), tied=tied, n_layers=5)
     close("".join(model.model.layers), layers, "layers")
