@@ -8,10 +8,11 @@ ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.
 FREE lists the flags that may always change: where a run reads its tokens, what it writes, when it
 gives up, where and in which dtype it computes, how the ranks divide the work, what they keep in
 memory. Except --dtype, these flags change the results at most by rounding, which in step 7 may
-choose another expert. Another --dtype changes more: with bf16 the losses differ visibly. --dtype
-auto means bf16 on a GPU that has it, and fp32 on a CPU: to move a run between them, give --dtype
-fp32 or bf16, which the saved run had. --dataset may be another path, but to the same tokens: their
-fingerprint is compared.
+choose another expert.
+
+Another --dtype changes more: with bf16 the losses differ visibly. --dtype auto means bf16 on a GPU
+that has it, and fp32 on a CPU: to move a run between them, set --dtype to the saved run's.
+--dataset may be another path, but to the same tokens: their fingerprint is compared.
 
 --micro-batch-size is not in FREE: `may_differ` adds it, unless experts have an auxiliary loss.
 
@@ -66,7 +67,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     "auto"               the newest sound one in --out; None if --out has no checkpoint
     ""                   None; an error if --out has checkpoints
     a run's directory    its newest sound checkpoint
-    a checkpoint         that one
+    a checkpoint         that one; of --out only the newest
 
     A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
     --out is another one. A collective. Raises UserError if a path has no sound checkpoint, if a
@@ -88,7 +89,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
         raise UserError(f"--resume {resume}: no checkpoint is there")
     if existing:
         newest = existing[0]
-        # Another run, or an older checkpoint of --out, beside whose successors this run would save
+        # Refuse another run's checkpoint, and an older one of --out: newer ones are there already
         if where.resolve() not in (out.resolve(), newest.resolve()):
             raise UserError(refusal)
     return find_sound(where, ranks)
@@ -96,8 +97,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
-    two of compare.py. `flags`: those of one of the two. (That is enough to resume, because
-    --balance must stay.)
+    two of compare.py. `flags`: those of one of the two; for a resumed run those of the new one,
+    because a changed --balance is refused anyway.
     """
     # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
     # none or bias

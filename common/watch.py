@@ -7,20 +7,21 @@ gathers whether any rank has noted one.
 
     sent to a rank               what happens
     the first signal             all ranks save, and end
-    then Ctrl-C                  the rank ends at once, without saving. (While it waits in a
-                                 collective, it has not yet noted the first: then nothing happens)
+    then Ctrl-C                  the rank ends at once, without saving. (If it still waits in a
+                                 collective, the first is not noted yet: it goes on, and saves)
     SIGTERM after Ctrl-C         the same
-    any other later signal       nothing
+    any other of the three       nothing. (So with torchrun, only Ctrl-C twice ends ranks at once)
 
 With torchrun the ranks do not get the terminal's Ctrl-C themselves, because each has a session of
 its own. torchrun passes signals on:
 
     sent to torchrun             what torchrun does
     Ctrl-C, SIGTERM              passes it on. A second one reaches the ranks as SIGTERM
-    SIGUSR1                      kills torchrun, and the ranks go on. With the flag below, it is
-                                 passed on
+    SIGUSR1                      kills torchrun, and the ranks go on
     SIGHUP (the terminal is      passes it on: the ranks end without saving. tmux prevents it, nohup
     closed)                      does not, because torchrun handles the signal itself
+
+To let torchrun pass on SIGUSR1, too:
 
     torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ...
 
@@ -68,7 +69,8 @@ def noting_signals() -> Iterator[list[int]]:
         noted.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if number == signal.SIGINT:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's for a second Ctrl-C
+            # torchrun sends SIGTERM for a second Ctrl-C
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     # `signal` returns the handler that it replaces
     before = [signal.signal(number, note) for number in SIGNALS]
@@ -92,8 +94,8 @@ def time_limit(seconds: float, out: Path) -> Iterator[None]:
 
     Only steps are timed, not the start or saving. PyTorch has limits of its own for a wait in one
     collective: 10 minutes with NCCL, 30 with gloo. --timeout is 10 minutes by default. It comes
-    first, because its time begins with the step. A larger one does not change PyTorch's limits:
-    then PyTorch ends the run, without these stacks.
+    first, because its time begins with the step. If you set a larger one, PyTorch's limit may come
+    first, and ends the run without these stacks.
 
     The timer is a thread of its own. It also runs while the main thread waits in a collective,
     which releases the GIL.
@@ -109,7 +111,7 @@ def time_limit(seconds: float, out: Path) -> Iterator[None]:
 
 
 def print_stacks_and_exit(seconds: float, out: Path):
-    """The timer's thread calls this, after `seconds`."""
+    """Print the stacks, write NCCL's record, end the process. The timer's thread calls this."""
     rank = os.environ.get("RANK", "0")
     text = f"error: rank {rank}: a step has taken {seconds:g} s (--timeout). The rank's threads:\n"
     try:
