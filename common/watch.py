@@ -10,7 +10,8 @@ gathers whether any rank has noted one.
     then Ctrl-C                  the rank ends at once, without saving. (If it still waits in a
                                  collective, the first is not noted yet: it goes on, and saves)
     SIGTERM after Ctrl-C         the same
-    any other of the three       nothing. (So with torchrun, only Ctrl-C twice ends ranks at once)
+    any other of the three       nothing. (So through torchrun, a second signal ends ranks at once
+                                 only if the first was Ctrl-C)
 
 With torchrun the ranks do not get the terminal's Ctrl-C themselves, because each has a session of
 its own. torchrun passes signals on:
@@ -31,6 +32,9 @@ if all ranks have ended well.
 
 If a rank has failed, torchrun sends SIGTERM to the others. Without that rank they cannot save: they
 end by an error of a collective, or torchrun kills them.
+
+TIME LIMIT. The first rank whose step takes longer than --timeout prints its stacks, and ends. Then
+torchrun sends SIGTERM to the others, which live on to print theirs, until torchrun kills them.
 """
 
 import faulthandler
