@@ -1,20 +1,22 @@
-"""Which checkpoint a run resumes from, and which flags may then differ from the saved run's.
+"""Which checkpoint a run resumes from (`choose_checkpoint` has the table), and which flags may then
+differ from the saved run's.
 
 A flag that decides what is computed must stay the same, for example those of the model, the batch
 and the learning rate, and --steps, on which the learning rate depends. (To train longer, start anew
-with more --steps: the learning rate of this run falls to a tenth until its last step.) If one has
+with more --steps: the learning rate of this run has fallen to a tenth by its last step.) If one has
 changed, the run ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was
 0.003: keep it".
 
-FREE lists the flags that may always change: where a run reads its tokens, what it writes, when it
-gives up, where and in which dtype it computes, how the ranks divide the work, what they keep in
-memory. Except --dtype, these flags change the results at most by rounding, which in step 7 may
-choose another expert.
+FREE lists the flags that may change: where a run reads its tokens, what it writes, when it gives
+up, where and in which dtype it computes, how the ranks divide the work, what they keep in memory.
+Except --dtype, these flags change the results at most by rounding, which in step 7 may choose
+another expert.
 
 Another --dtype changes more: with bf16 the losses differ visibly. --dtype auto means bf16 on a GPU
 that has it, and fp32 on a CPU: to move a run between them, set --dtype to what the saved run
-printed at its start. (Its flag may be auto, and another dtype is not refused.) --dataset may be
-another path, but to the same tokens: their fingerprint is compared.
+printed at its start (torch.float32 is --dtype fp32). The checkpoint has only the flag, perhaps
+auto, so a change is not noticed. --dataset may be another path, but to the same tokens: their
+fingerprint, a hash, is compared.
 
 --micro-batch-size is not in FREE: `may_differ` adds it, unless experts have an auxiliary loss.
 
@@ -69,12 +71,12 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     "auto"               the newest sound one in --out; None if --out has no checkpoint
     ""                   None; an error if --out has checkpoints
     a run's directory    its newest sound checkpoint
-    a checkpoint         that one; of --out only the newest
+    a checkpoint         that one; if it is in --out, it must be the newest
 
     A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
     --out is another one. A collective. Raises UserError if `resume` names a path without
     checkpoints, if there are some but none is sound, if a rank does not see their files, or if the
-    checkpoints of two runs would be mixed.
+    checkpoints of two runs would be mixed, or newer ones stay beside this run's.
     """
     if resume == "auto":
         return find_sound(out, ranks)
@@ -100,8 +102,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
-    two of compare.py. `flags`: one run's. For a resumed run the new one's are enough: a changed
-    --balance is refused.
+    two of compare.py. `flags`: one run's. When a run resumes, its own are enough: a changed
+    --balance is refused anyway.
     """
     # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
     # none or bias

@@ -8,13 +8,14 @@ gathers whether any rank has noted one.
     sent to a rank               what happens
     the first signal             all ranks save, and end
     then Ctrl-C                  the rank ends at once, without saving. (If it still waits in a
-                                 collective, the first is not noted yet: it goes on, and saves)
+                                 collective, the first is not noted yet. When that returns, the
+                                 rank goes on, and saves; if it never does, --timeout ends it)
     SIGTERM after Ctrl-C         the same
-    any other of the three       nothing. (So through torchrun, a second signal ends ranks at once
+    any other second signal      nothing. (So through torchrun, a second signal ends ranks at once
                                  only if the first was Ctrl-C)
 
 With torchrun the ranks do not get the terminal's Ctrl-C themselves, because each has a session of
-its own. torchrun passes signals on:
+its own, and a terminal signals only its own. torchrun passes signals on:
 
     sent to torchrun             what torchrun does
     Ctrl-C, SIGTERM              passes it on. A second one reaches the ranks as SIGTERM
@@ -34,7 +35,8 @@ If a rank has failed, torchrun sends SIGTERM to the others. Without that rank th
 end by an error of a collective, or torchrun kills them.
 
 TIME LIMIT. The first rank whose step takes longer than --timeout prints its stacks, and ends. Then
-torchrun sends SIGTERM to the others, which live on to print theirs, until torchrun kills them.
+torchrun sends SIGTERM to the others, which does not end them: each prints its stacks and ends when
+its own limit passes, unless a collective fails before, or torchrun kills it.
 """
 
 import faulthandler
@@ -64,8 +66,9 @@ def noting_signals() -> Iterator[list[int]]:
     which is C++ code, a signal waits, too. When the first has been noted, Ctrl-C has the system's
     default action: it ends the process at once, without a KeyboardInterrupt.
 
-    If a time limit has ended one rank, torchrun sends SIGTERM to the others, which must live on to
-    print their own stacks. So SIGTERM ends a rank only after a Ctrl-C.
+    SIGTERM has its default action only after a Ctrl-C. If, for example, SIGUSR1 was noted, and then
+    a time limit ends another rank, torchrun sends SIGTERM, and this rank must live on to print its
+    own stacks.
     """
     noted: list[int] = []
 
@@ -132,4 +135,4 @@ def print_stacks_and_exit(seconds: float, out: Path):
     except Exception as error:
         traceback.print_exception(error)
     finally:
-        os._exit(1)
+        os._exit(1)  # sys.exit would end only this thread
