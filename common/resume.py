@@ -1,24 +1,24 @@
 """Which checkpoint a run resumes from (`choose_checkpoint` has the table), and which flags may then
 differ from the saved run's.
 
-A flag that decides what is computed must stay the same, for example those of the model, the batch
-and the learning rate, and --steps, on which the learning rate depends. (To train longer, start anew
-with more --steps: the learning rate of this run has fallen to a tenth by its last step.) If one has
-changed, the run ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was
-0.003: keep it".
+Most flags decide what is computed: for example those of the model, of the batch and of the learning
+rate, and --steps, on which the learning rate depends. They must stay. If one has changed, the run
+ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
-FREE lists the flags that may change: where a run reads its tokens, what it writes, when it gives
-up, where and in which dtype it computes, how the ranks divide the work, what they keep in memory.
-Except --dtype, these flags change the results at most by rounding, which in step 7 may choose
-another expert.
+FREE lists the flags that may change:
 
-Another --dtype changes more: with bf16 the losses differ visibly. --dtype auto means bf16 on a GPU
-that has it, and fp32 on a CPU: to move a run between them, set --dtype to what the saved run
-printed at its start (torch.float32 is --dtype fp32). The checkpoint has only the flag, perhaps
-auto, so a change is not noticed. --dataset may be another path, but to the same tokens: their
-fingerprint, a hash, is compared.
+    what a run reads and writes    --dataset (the same tokens from another path: a hash of them is
+                                   compared), --out, ...
+    where it computes              --device, --dtype
+    how ranks divide the work      their number, --tp, --zero, ...
+    what is kept in memory         --recompute, --keep
 
---micro-batch-size is not in FREE: `may_differ` adds it, unless experts have an auxiliary loss.
+They change the results at most by rounding, which in step 7 may choose another expert. Only --dtype
+changes more. Its default, auto, is bf16 on a GPU that has it, and fp32 on a CPU. So if a run moves
+from a GPU to a CPU, give --dtype bf16: without it the dtype would change, and nothing would notice,
+because the checkpoint has only the flag.
+
+--micro-batch-size may change, too, unless experts have an auxiliary loss: see `may_differ`.
 
 A run of one of steps 1 to 6 may be resumed by the script of another of these, such as
 `step03_zero.py --resume runs/step02_ddp`. A flag that only one of the two has is not compared.

@@ -1,38 +1,22 @@
 """How a run ends early. `noting_signals`: a signal ends it after the current step. `time_limit`: if
 a step takes longer than --timeout, the process ends at once.
 
-SIGNALS. After Ctrl-C (SIGINT), SIGTERM or SIGUSR1 during training, all ranks finish the step, save
-a checkpoint, and exit with status 0. A rank only notes a signal. After each step `Run.steps`
-gathers whether any rank has noted one.
+SIGNALS. During training, Ctrl-C (SIGINT), SIGTERM and SIGUSR1 are only noted. After each step
+`Run.steps` gathers whether any rank has noted one. If so, all ranks save a checkpoint, and exit
+with status 0. Ctrl-C twice ends the run at once, without saving.
 
-    sent to a rank               what happens
-    the first signal             all ranks save, and end
-    then Ctrl-C                  the rank ends at once, without saving. (If it still waits in a
-                                 collective, the first is not noted yet. When that returns, the
-                                 rank goes on, and saves; if it never does, --timeout ends it)
-    SIGTERM after Ctrl-C         the same
-    any other second signal      nothing. (So through torchrun, a second signal ends ranks at once
-                                 only if the first was Ctrl-C)
+With torchrun, send the signal to torchrun. It passes Ctrl-C and SIGTERM on to the ranks. It waits
+up to 30 seconds, or its --shutdown-timeout, for them to end, and kills those that have not: the
+step and the saving must not take longer. Then it ends with a SignalException and status 1, even if
+all ranks have ended well.
 
-With torchrun the ranks do not get the terminal's Ctrl-C themselves, because each has a session of
-its own, and a terminal signals only its own. torchrun passes signals on:
-
-    sent to torchrun             what torchrun does
-    Ctrl-C, SIGTERM              passes it on. A second one reaches the ranks as SIGTERM
-    SIGUSR1                      kills torchrun, and the ranks go on
-    SIGHUP (the terminal is      passes it on: the ranks end without saving. tmux prevents it, nohup
-    closed)                      does not, because torchrun handles the signal itself
-
-To let torchrun pass on SIGUSR1, too:
+Some batch systems send SIGUSR1. By default it kills torchrun, and the ranks go on. With this flag
+torchrun passes it on, too:
 
     torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ...
 
-When torchrun has passed a signal on, it waits up to 30 seconds, or its --shutdown-timeout, for the
-ranks to end, and kills those that have not. Then it ends with a SignalException and status 1, even
-if all ranks have ended well.
-
-If a rank has failed, torchrun sends SIGTERM to the others. Without that rank they cannot save: they
-end by an error of a collective, or torchrun kills them.
+If the terminal is closed (SIGHUP), the ranks end without saving: use tmux. (nohup does not help,
+because torchrun handles the signal itself.)
 
 TIME LIMIT. The first rank whose step takes longer than --timeout prints its stacks, and ends. Then
 torchrun sends SIGTERM to the others, which does not end them: each prints its stacks and ends when
@@ -59,16 +43,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; batch syste
 
 @contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """A context in which the first Ctrl-C, SIGTERM or SIGUSR1 is only noted, in the list that it
-    yields, so that the run can save. Later ones: see the table above.
+    """A context in which Ctrl-C, SIGTERM and SIGUSR1 are noted, in the list that it yields, so that
+    the run can save.
+
+    After the first signal, Ctrl-C has the system's default action again: it ends the process at
+    once, without a KeyboardInterrupt. After a Ctrl-C, so does SIGTERM, because torchrun sends that
+    for a second Ctrl-C. Otherwise a later SIGTERM is only noted: torchrun also sends it when
+    another rank has reached its time limit, and this one must live on to print its own stacks.
 
     Python runs a handler only between its own instructions. So while a rank waits in a collective,
-    which is C++ code, a signal waits, too. When the first has been noted, Ctrl-C has the system's
-    default action: it ends the process at once, without a KeyboardInterrupt.
-
-    SIGTERM has its default action only after a Ctrl-C. If, for example, SIGUSR1 was noted, and then
-    a time limit ends another rank, torchrun sends SIGTERM, and this rank must live on to print its
-    own stacks.
+    which is C++ code, its first signal is not noted yet. If the collective never returns, only
+    --timeout ends the rank.
     """
     noted: list[int] = []
 
@@ -76,7 +61,6 @@ def noting_signals() -> Iterator[list[int]]:
         noted.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if number == signal.SIGINT:
-            # torchrun sends SIGTERM for a second Ctrl-C
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     # `signal` returns the handler that it replaces
