@@ -1,24 +1,27 @@
 """Which checkpoint a run resumes from (`choose_checkpoint` has the table), and which flags may then
 differ from the saved run's.
 
-Most flags decide what is computed: for example those of the model, of the batch and of the learning
-rate, and --steps, on which the learning rate depends. They must stay. If one has changed, the run
-ends with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
+Flags that decide what is computed must stay: for example those of the model, of the batch and of
+the learning rate, and --steps, on which the learning rate depends. If one has changed, the run ends
+with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
-FREE lists the flags that may change:
+FREE lists the flags that may change (a new flag must stay until it is listed there):
 
     what a run reads and writes    --dataset (the same tokens from another path: a hash of them is
                                    compared), --out, ...
     where it computes              --device, --dtype
     how ranks divide the work      their number, --tp, --zero, ...
-    what is kept in memory         --recompute, --keep
+    what is kept in memory         --recompute, --keep (step 3), ...
 
 They change the results at most by rounding, which in step 7 may choose another expert. Only --dtype
 changes more. Its default, auto, is bf16 on a GPU that has it, and fp32 on a CPU. So if a run moves
-from a GPU to a CPU, give --dtype bf16: without it the dtype would change, and nothing would notice,
-because the checkpoint has only the flag.
+from a GPU to a CPU, give --dtype bf16, and from a CPU to a GPU --dtype fp32: otherwise the dtype
+changes, and nothing notices, because the checkpoint has only the flag, auto.
 
---micro-batch-size may change, too, unless experts have an auxiliary loss: see `may_differ`.
+--micro-batch-size may change, too, unless experts have an auxiliary loss (step 7, --balance loss).
+
+checkpoint.py restores weights and optimizer state, in any layout. Data and learning rate follow
+from the step's number.
 
 A run of one of steps 1 to 6 may be resumed by the script of another of these, such as
 `step03_zero.py --resume runs/step02_ddp`. A flag that only one of the two has is not compared.
@@ -70,13 +73,13 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     `resume`             what it selects
     "auto"               the newest sound one in --out; None if --out has no checkpoint
     ""                   None; an error if --out has checkpoints
-    a run's directory    its newest sound checkpoint
+    a run's directory    its newest sound checkpoint; if --out has checkpoints, it must be --out
     a checkpoint         that one; if it is in --out, it must be the newest
 
     A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
     --out is another one. A collective. Raises UserError if `resume` names a path without
     checkpoints, if there are some but none is sound, if a rank does not see their files, or if the
-    checkpoints of two runs would be mixed, or newer ones stay beside this run's.
+    checkpoints of two runs would be mixed, or if --out has newer checkpoints than the one named.
     """
     if resume == "auto":
         return find_sound(out, ranks)
@@ -102,8 +105,8 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
 def may_differ(flags: dict[str, Any]) -> set[str]:
     """The flags that may differ between two runs: a saved one and the one that resumes it, or the
-    two of compare.py. `flags`: one run's. When a run resumes, its own are enough: a changed
-    --balance is refused anyway.
+    two of compare.py. `flags`: one run's, in `check_flags` the new one's. (If --balance has
+    changed, that is refused anyway.)
     """
     # Step 7's auxiliary loss depends on the size of a micro-batch. There is none with --balance
     # none or bias

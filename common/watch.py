@@ -1,25 +1,26 @@
 """How a run ends early. `noting_signals`: a signal ends it after the current step. `time_limit`: if
 a step takes longer than --timeout, the process ends at once.
 
-SIGNALS. During training, Ctrl-C (SIGINT), SIGTERM and SIGUSR1 are only noted. After each step
-`Run.steps` gathers whether any rank has noted one. If so, all ranks save a checkpoint, and exit
-with status 0. Ctrl-C twice ends the run at once, without saving.
+SIGNALS. During training, Ctrl-C (SIGINT), SIGTERM and SIGUSR1 are only noted. A rank must not stop
+alone: the others would wait for it. So after each step `Run.steps` asks all ranks whether one of
+them has noted a signal. If so, all save a checkpoint, and exit with status 0. A second Ctrl-C ends
+the run at once, without saving, if the first has been noted.
 
 With torchrun, send the signal to torchrun. It passes Ctrl-C and SIGTERM on to the ranks. It waits
 up to 30 seconds, or its --shutdown-timeout, for them to end, and kills those that have not: the
 step and the saving must not take longer. Then it ends with a SignalException and status 1, even if
 all ranks have ended well.
 
-Some batch systems send SIGUSR1. By default it kills torchrun, and the ranks go on. With this flag
-torchrun passes it on, too:
+SLURM can send SIGUSR1 before the time is over (--signal=USR1@120: to torchrun, which srun starts).
+By default it kills torchrun, and the ranks go on. With this flag torchrun passes it on, too:
 
     torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ...
 
-If the terminal is closed (SIGHUP), the ranks end without saving: use tmux. (nohup does not help,
-because torchrun handles the signal itself.)
+If the terminal is closed (SIGHUP), the ranks end without saving: use tmux. (With torchrun, nohup
+does not help, because torchrun handles the signal itself.)
 
 TIME LIMIT. The first rank whose step takes longer than --timeout prints its stacks, and ends. Then
-torchrun sends SIGTERM to the others, which does not end them: each prints its stacks and ends when
+torchrun sends SIGTERM to the others, which they only note: each prints its stacks and ends when
 its own limit passes, unless a collective fails before, or torchrun kills it.
 """
 
@@ -47,13 +48,14 @@ def noting_signals() -> Iterator[list[int]]:
     the run can save.
 
     After the first signal, Ctrl-C has the system's default action again: it ends the process at
-    once, without a KeyboardInterrupt. After a Ctrl-C, so does SIGTERM, because torchrun sends that
-    for a second Ctrl-C. Otherwise a later SIGTERM is only noted: torchrun also sends it when
-    another rank has reached its time limit, and this one must live on to print its own stacks.
+    once, without a KeyboardInterrupt. After a Ctrl-C, SIGTERM also ends it at once, because
+    torchrun sends SIGTERM for a second Ctrl-C. Otherwise a later SIGTERM is only noted: torchrun
+    also sends it when another rank has reached its time limit, and this one must live on to print
+    its own stacks.
 
     Python runs a handler only between its own instructions. So while a rank waits in a collective,
-    which is C++ code, its first signal is not noted yet. If the collective never returns, only
-    --timeout ends the rank.
+    or for the GPU, which is C++ code, its first signal is not noted yet. If that never returns, the
+    rank cannot save: it is ended by --timeout, by PyTorch's own limit, or killed by torchrun.
     """
     noted: list[int] = []
 
@@ -92,7 +94,7 @@ def time_limit(seconds: float, out: Path) -> Iterator[None]:
     which releases the GIL.
     """
     timer = threading.Timer(seconds, print_stacks_and_exit, (seconds, out))
-    timer.daemon = True
+    timer.daemon = True  # Python may end although it still runs
     if seconds:
         timer.start()
     try:
