@@ -5,18 +5,18 @@ Flags that decide what is computed must stay: for example those of the model, of
 the learning rate, and --steps, on which the learning rate depends. If one has changed, the run ends
 with a line such as "--resume runs/a/checkpoints/step-00000050: --lr was 0.003: keep it".
 
-FREE lists the flags that may change (a new flag must stay until it is listed there):
+FREE lists the flags that may change (a flag that is not listed must stay):
 
     what a run reads and writes    --dataset (the same tokens from another path: a hash of them is
                                    compared), --out, ...
-    where it computes              --device, --dtype
+    where, and in which dtype      --device, --dtype
     how ranks divide the work      their number, --tp, --zero, ...
     what is kept in memory         --recompute, --keep (step 3), ...
 
 They change the results at most by rounding, which in step 7 may choose another expert. Only --dtype
 changes more. Its default, auto, is bf16 on a GPU that has it, and fp32 on a CPU. So if a run moves
 from a GPU to a CPU, give --dtype bf16, and from a CPU to a GPU --dtype fp32: otherwise the dtype
-changes, and nothing notices, because the checkpoint has only the flag, auto.
+changes, and nothing notices, because --dtype is not compared.
 
 --micro-batch-size may change, too, unless experts have an auxiliary loss (step 7, --balance loss).
 
@@ -74,7 +74,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
     "auto"               the newest sound one in --out; None if --out has no checkpoint
     ""                   None; an error if --out has checkpoints
     a run's directory    its newest sound checkpoint; if --out has checkpoints, it must be --out
-    a checkpoint         that one; if it is in --out, it must be the newest
+    a checkpoint         that one; if --out has checkpoints, it must be the newest of them
 
     A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
     --out is another one. A collective. Raises UserError if `resume` names a path without

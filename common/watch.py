@@ -12,7 +12,7 @@ step and the saving must not take longer. Then it ends with a SignalException an
 all ranks have ended well.
 
 SLURM can send SIGUSR1 before the time is over (--signal=USR1@120: to torchrun, which srun starts).
-By default it kills torchrun, and the ranks go on. With this flag torchrun passes it on, too:
+Unhandled, it kills torchrun, and the ranks go on. With this flag torchrun passes it on, too:
 
     torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ...
 
@@ -20,7 +20,7 @@ If the terminal is closed (SIGHUP), the ranks end without saving: use tmux. (Wit
 does not help, because torchrun handles the signal itself.)
 
 TIME LIMIT. The first rank whose step takes longer than --timeout prints its stacks, and ends. Then
-torchrun sends SIGTERM to the others, which they only note: each prints its stacks and ends when
+torchrun sends SIGTERM to the others, which does not end them: each prints its stacks and ends when
 its own limit passes, unless a collective fails before, or torchrun kills it.
 """
 
@@ -94,7 +94,7 @@ def time_limit(seconds: float, out: Path) -> Iterator[None]:
     which releases the GIL.
     """
     timer = threading.Timer(seconds, print_stacks_and_exit, (seconds, out))
-    timer.daemon = True  # Python may end although it still runs
+    timer.daemon = True  # a timer that waits does not keep Python alive
     if seconds:
         timer.start()
     try:
