@@ -27,8 +27,7 @@ THREE WAYS TO SUM:
 BUCKETS. Each all-reduce has a fixed cost, so many small ones are slow. One large one could start
 only when all gradients are there. So gradients live in a few flat buffers, the buckets, of at most
 1 MiB (--bucket-mb; a larger parameter has its own). Each `.grad` is a view of a part of one. (Large
-models have larger buckets. With 25 MiB, as in DistributedDataParallel, all of tiny's gradients, 3.2
-MB, would be one bucket.)
+models have larger buckets. With --bucket-mb 25 all of tiny's gradients, 3.2 MB, would be one.)
 
 Buckets are filled roughly in the order of backward, from the head to the embedding. Each
 micro-batch adds once to each gradient, and a bucket counts how many of these additions are still to

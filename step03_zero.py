@@ -163,8 +163,8 @@ class Unit:
         summed_grad    [padded / n]    wide             this rank's shard of the sum over ranks
 
     padded: the number of elements, with the padding. wide: fp32, or fp64 if the weights are fp64.
-    If the weights are wide, the master is the shard, not a copy. A gradient is None while there is
-    none.
+    If the weights are wide, the master is the shard, not a copy. Where the unit holds no gradient,
+    as after the update, the attribute is None.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], group: Group):

@@ -82,8 +82,8 @@ In the embedding, tokens with other ids give zeros, and g sums. In the loss two 
 each rank are enough (`VocabParallelCrossEntropy`).
 
 WHERE f AND g ARE in the code. `enter_parallel` and `leave_parallel` use the first two classes
-above, or with SP the other two. One f serves q, k and v, another one gate and up. Both
-operators wait immediately, because the next computation needs their result.
+above, or with SP the other two. One f serves q, k and v, another one gate and up. Both operators
+wait immediately, because the next computation needs their result.
 
                        f is in                         g is in
     embed_tokens       - (ids have no gradient)        a forward hook

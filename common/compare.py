@@ -48,8 +48,7 @@ def other_flags(run_1: str, run_2: str) -> list[str]:
     flags_2 = json.loads((Path(run_2) / "config.json").read_text())
     # Flags that a resumed run may change, such as --tp, are not printed. But another dtype rounds
     # differently, and two data sets may have different tokens
-    free = may_differ(flags_1) & may_differ(flags_2)
-    ignored = free - {"dtype", "dataset"}
+    ignored = (may_differ(flags_1) & may_differ(flags_2)) - {"dtype", "dataset"}
     differing = []
     for name in sorted((flags_1.keys() | flags_2.keys()) - ignored):
         value_1 = flags_1.get(name)
@@ -79,7 +78,7 @@ def compare(rows_1: list[dict], rows_2: list[dict], n_steps: int, bound: float) 
     """
     rows_1 = rows_1[:n_steps]
     rows_2 = rows_2[:n_steps]
-    if len(rows_1) != len(rows_2) or not rows_1:
+    if len(rows_1) != len(rows_2) or not rows_1 or n_steps < 1:
         raise ValueError(f"cannot compare {len(rows_1)} steps with {len(rows_2)}: change --first")
     largest = 0.0
     above = []

@@ -19,10 +19,9 @@ def run_with_grads_hidden(layer: DecoderLayer, compiled: Callable, *inputs: Tens
 
     While torch.compile traces a layer (goes through its Python code once, and records its
     operations), it also looks at the `.grad` of each weight. At an fp32 `.grad` of a bf16 weight it
-    stops: a graph break. Step 2's
-    buckets are such gradients, which exist before the first forward. So each `.grad` is put aside
-    while the layer runs, and is back before backward adds to it. With --recompute, backward runs
-    the forward again, and so calls this function, too.
+    stops: a graph break. Step 2's buckets are such gradients, which exist before the first forward.
+    So each `.grad` is put aside while the layer runs, and is back before backward adds to it. With
+    --recompute, backward runs the forward again, and so calls this function, too.
     """
     # Listed at each call: `materialize` replaces all parameters after `compile_model` has run
     params = list(layer.parameters())

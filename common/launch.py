@@ -35,8 +35,8 @@ def main(train: Callable[[Any, Run], None], cls: type, run_type: type[Run] = Run
 
     With several ranks the process ends by os._exit, because threads of NCCL or gloo can block
     Python's own shutdown. If one blocked after an error, all would hang: the other ranks wait for
-    it, and torchrun ends them only when it has ended. (--help, and Ctrl-C outside the steps,
-    are no Exception: they end Python as usual.)
+    it, and torchrun ends them only when it has ended. (--help, and Ctrl-C outside the steps, are no
+    Exception: they end Python as usual.)
     """
     several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
     status = 0

@@ -33,8 +33,8 @@ class Ranks:
                 self.group = dist.new_group(backend="gloo")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All ranks' values, by rank. `value`: anything that can be pickled. It takes a
-        few milliseconds: use it for decisions, not for tensors.
+        """All ranks' values, by rank. `value`: anything that can be pickled. It takes a few
+        milliseconds: use it for decisions, not for tensors.
         """
         if self.world == 1:
             return [value]

@@ -13,10 +13,10 @@ FREE lists the flags that may change (a flag that is not listed must stay):
     how ranks divide the work      their number, --tp, --zero, ...
     what is kept in memory         --recompute, --keep (step 3), ...
 
-They change the results at most by rounding, which in step 7 may choose another expert. Only --dtype
-changes more. Its default, auto, is bf16 on a GPU that has it, and fp32 on a CPU. So if a run moves
-from a GPU to a CPU, give --dtype bf16, and from a CPU to a GPU --dtype fp32: otherwise the dtype
-changes, and nothing notices, because --dtype is not compared.
+Except --dtype, they change the results at most by rounding, which in step 7 may choose another
+expert. --dtype changes more. Its default, auto, is bf16 on a GPU that has it, and fp32 on a CPU. So
+if a run moves from a GPU to a CPU, give --dtype bf16, and from a CPU to a GPU --dtype fp32:
+otherwise the dtype changes, and nothing notices, because --dtype is not compared.
 
 --micro-batch-size may change, too, unless experts have an auxiliary loss (step 7, --balance loss).
 
@@ -78,7 +78,7 @@ def choose_checkpoint(resume: str, out: Path, ranks: Ranks) -> Path | None:
 
     A sound checkpoint has no damaged or missing file. The resumed run's directory is not changed if
     --out is another one. A collective. Raises UserError if `resume` names a path without
-    checkpoints, if there are some but none is sound, if a rank does not see their files, or if the
+    checkpoints, if there are some but none is sound, if a rank does not see their files, if the
     checkpoints of two runs would be mixed, or if --out has newer checkpoints than the one named.
     """
     if resume == "auto":

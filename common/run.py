@@ -104,8 +104,8 @@ class Run:
         self.history: list[dict] = []
         # The checkpoint that this run has saved last, or has resumed
         self.last_checkpoint: Path | None = None
-        # Declared here, set by `set_up`. (`steps` sets model, optimizer, data, mesh and others, and
-        # step_began, the time)
+        # Declared here, set by `set_up`. (`steps` sets model, optimizer, data, mesh and others; and
+        # step_began, the time at which the current step began)
         self.ranks: Ranks
         self.meter: Meter
         self.bar: tqdm

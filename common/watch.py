@@ -16,6 +16,9 @@ Unhandled, it kills torchrun, and the ranks go on. With this flag torchrun passe
 
     torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 ...
 
+If a rank has failed, torchrun sends SIGTERM to the others. Without that rank they cannot save: they
+end by an error of a collective, or torchrun kills them.
+
 If the terminal is closed (SIGHUP), the ranks end without saving: use tmux. (With torchrun, nohup
 does not help, because torchrun handles the signal itself.)
 
@@ -65,12 +68,13 @@ def noting_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    # `signal` returns the handler that it replaces
-    before = [signal.signal(number, note) for number in SIGNALS]
+    old_handlers = {}
+    for number in SIGNALS:  # `signal` returns the handler that it replaces
+        old_handlers[number] = signal.signal(number, note)
     try:
         yield noted
     finally:
-        for number, handler in zip(SIGNALS, before, strict=True):
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 

@@ -67,8 +67,8 @@ SECOND = [
 
 @cases("numbers, ends", SECOND)
 def test_ctrl_c_after_a_signal_ends_the_process(numbers, ends):
-    """The first signal is only noted; a second one that is a Ctrl-C has the default handler, which
-    ends the process.
+    """The first signal is only noted. Then Ctrl-C has the default handler, which ends the process,
+    and after a Ctrl-C SIGTERM has it, too.
     """
     with noting_signals() as signals:
         signal.raise_signal(numbers[0])
